@@ -1,5 +1,8 @@
-"""Errors that all ranks raise, and their texts: `Refused` (a ValueError to users) for a fault found before anything has
-changed, `ExchangeError` for a step that the ranks cannot finish together."""
+"""Errors that all ranks raise together, and the texts of their messages.
+
+`Refused`, which users see as a ValueError, reports a problem found before anything has changed. `ExchangeError` reports
+a step that the ranks cannot finish together.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,28 @@ RELOAD = "Load the last checkpoint into model and optimizer, or accept them as t
 
 
 class ExchangeError(RuntimeError):
-    """A peer died, failed or hung past the process group's time-out, or this rank failed between two exchanges.
+    """Failure in the middle of a step: another rank died, failed or hung past the process group's timeout, or this rank
+    failed between two exchanges.
 
-    The message names the bucket (numbered as in `print(optimizer.plan)`), the phase and the original error, which is
-    also the `__cause__`. The ranks are out of step: their process group cannot be used any more, and the optimizer
-    refuses further steps until state is loaded into it.
+    The message names the bucket (the matrices of one exchange, numbered as in `print(optimizer.plan)`), the phase and
+    the original error, which is also the `__cause__`. The ranks are now out of sync: their process group can no longer
+    be used, and the optimizer refuses further steps until state is loaded into it.
     """
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # raised with their own class, which callers catch
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
 
 
 def stays_itself(error: BaseException) -> bool:
-    """True if the rank on which this error occurred re-raises it unchanged: interrupts, out of memory."""
+    """True for interrupts and out-of-memory errors, which the rank on which they occurred re-raises unchanged."""
     return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
 class Refused(ValueError):
-    """Error that all ranks concerned raise together; nothing has changed on any of them.
+    """Error that all ranks of a collective call raise together, before anything has changed on any of them.
 
     Attributes:
-        cause: The original exception, if it occurred on this rank.
+        cause: The original exception if it occurred on this rank, else None.
     """
 
     def __init__(self, text: str, cause: BaseException | None = None) -> None:
@@ -60,7 +64,7 @@ class Refused(ValueError):
 
 @contextmanager
 def made_public() -> Iterator[None]:
-    """Convert a `Refused` raised inside the `with` block to its public exception (`Refused.public`)."""
+    """Convert a `Refused` raised inside the `with` block to the exception that users see (`Refused.public`)."""
     try:
         yield
     except Refused as refused:
@@ -70,8 +74,8 @@ def made_public() -> Iterator[None]:
 
 @contextmanager
 def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
-    """Convert any exception raised inside the `with` block to an ExchangeError (see `named`) with the place
-    `where()`."""
+    """Convert any exception raised inside the `with` block to an ExchangeError. Its message begins with `where()`, the
+    place of the failure, and contains `damage`, a sentence on what the failure has left behind."""
     try:
         yield
     except ExchangeError:
@@ -81,15 +85,16 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
 
 
 def named(error: Exception, where: str, damage: str) -> ExchangeError:
-    """ExchangeError for an exception: the place `where`, the original error, `damage`, and the remedy."""
+    """Build the ExchangeError for an exception. Its message has the place of the failure (`where`), the original error,
+    a sentence on what the failure has left behind (`damage`), and the remedy."""
     cause = f"{type(error).__name__}: {error}".rstrip(". \n")
     return ExchangeError(f"{where}: {cause}. {damage}. {REMEDY}")
 
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Add a parameter's name to any exception raised inside the `with` block: out-of-memory errors keep their class,
-    all others become a ValueError."""
+    """Add a parameter's name to any exception raised inside the `with` block. Out-of-memory errors keep their class;
+    all other exceptions become a ValueError."""
     try:
         yield
     except OUT_OF_MEMORY as wrong:
@@ -100,13 +105,13 @@ def about(name: str) -> Iterator[None]:
 
 
 def raised_at(error: BaseException, name: str) -> None:
-    """Record on an exception the name of the parameter at which it was raised, for `fault_text`."""
+    """Attach to an exception the name of the parameter that was being processed; `fault_text` includes this name."""
     error.__dict__.setdefault("_shardmuon_at", f"{name}: ")
 
 
 def fault_text(error: BaseException, where: str = "") -> str:
-    """Text about an exception that is sent to the other ranks. Begins with `where`, unless the exception is a
-    ValueError: its message names the place already."""
+    """Format an exception as text to send to the other ranks. The text begins with `where`, the place of the error,
+    unless the exception is a ValueError, whose own message already names the place."""
     where = error.__dict__.get("_shardmuon_at", where)
     text = str(error)
     if isinstance(error, ValueError) and text:
@@ -117,7 +122,7 @@ def fault_text(error: BaseException, where: str = "") -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Text with the file and line at which an exception was raised."""
+    """Format the file and line at which an exception was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "no text"
 
@@ -126,7 +131,8 @@ _SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
 
 
 def told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the errors of all ranks: each text once, with its ranks, as in "ranks 0-7: out of memory"."""
+    """Merge the error texts of all ranks: each different text once, with the ranks that reported it, as in "ranks 0-7:
+    out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:
@@ -142,16 +148,16 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Format ranks (ascending) for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # key is constant along a run
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # rank - index is constant in a run
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
-_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # packages whose frames are skipped
+_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # `level_of_the_caller` skips stack frames of these packages
 
 
 def level_of_the_caller() -> int:
-    """The stacklevel that makes a warning point at the user's call of `optimizer.step()`, past torch's wrappers."""
+    """Return the `stacklevel` with which a warning points at the user's call of `optimizer.step()`, not at wrappers."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back

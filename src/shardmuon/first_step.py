@@ -1,4 +1,4 @@
-"""Warnings of the first step: the optimizer trains nothing, or ranks under DistributedDataParallel each orthogonalize
+"""Warnings at the first step: no parameter has a gradient, or each rank under DistributedDataParallel orthogonalizes
 all matrices because the optimizer was given no process group.
 """
 
@@ -20,10 +20,10 @@ from shardmuon.layout.engines.fsdp1 import is_flattened
 
 
 def warned_first(optimizer: object, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Check an optimizer's groups after a step, and warn. Return True if it was the first one: if some parameter had a
-    gradient."""
+    """Check an optimizer's groups after a step, and issue warnings. Return True if some parameter had a gradient; later
+    steps then need no check."""
     if any(p.grad is not None for group in groups for p in group["params"]):
-        # as far as the optimizer knows, no other rank has plain matrices of groups without a process group
+        # in groups without a process group, the optimizer treats plain tensors as this rank's own, not as replicas
         alone = (g for g in groups if g["use_muon"] and g["process_group"] is None and g["tp_group"] is None)
         ddp = _find_ddp(optimizer, [p for group in alone for p in group["params"] if not is_dtensor(p)])
         if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
@@ -52,16 +52,17 @@ WORTH_IT = 2**20
 
 
 def _find_ddp(optimizer: object, params: Sequence[Tensor]) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that keeps one of these parameters equal on several ranks, if there is one.
+    """Find the DistributedDataParallel wrapper that keeps one of these parameters equal on several ranks; None if there
+    is none.
 
-    Parameters do not know that they are wrapped, so this scans all objects of the process: once, at the first step of
-    an optimizer that has plain matrices and no process group (0.1 to 0.2 s for a million objects). The scan is skipped
-    if the matrices have fewer than `WORTH_IT` elements in total.
+    A parameter has no reference to its wrapper, so this scans all objects of the process (0.1 to 0.2 s for a million
+    objects). The scan runs once, at the first step of an optimizer that has plain matrices and no process group. It is
+    skipped if the matrices have fewer than `WORTH_IT` elements in total.
 
     Args:
-        optimizer: The optimizer. If another optimizer wraps it as `optim`, the result is None: torch's
-            ZeroRedundancyOptimizer shares the work itself, and ranks differ under its PostLocalSGDOptimizer.
-        params: Parameters of the optimizer.
+        optimizer: The optimizer. If another optimizer wraps it as its attribute `optim`, the result is None: torch's
+            ZeroRedundancyOptimizer distributes the work itself, and under PostLocalSGDOptimizer ranks may differ.
+        params: Plain parameters of the optimizer's groups without a process group.
     """
     if default_group() is None or sum(p.numel() for p in params) < WORTH_IT:
         return None

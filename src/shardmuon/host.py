@@ -1,8 +1,8 @@
-"""Hosts: callers of `step()`, such as a training loop, torch's checkpoints or a framework. The host decides which
-tensors the parameter groups hold.
+"""Hosts: adapters to the code that calls `step()`, such as a training loop, torch's checkpointing or a framework. A
+host determines which tensors the parameter groups hold.
 
-Each framework's folder in `shardmuon.frameworks` registers its `Host` and its engines; this module and those below it
-know no framework.
+Each framework's folder in `shardmuon.frameworks` registers its `Host` and its engines (classes that read the layout of
+parameters). This module and the modules that it imports contain no code for any particular framework.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from torch.optim.optimizer import Optimizer
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
-Stepped = Any  # `shardmuon.muon.Core`, which this module must not import
+Stepped = Any  # stands for `shardmuon.muon.Core`, since importing it here would be circular
 
 
 class Progress:
-    """Progress of a step. `changing`: all ranks have agreed to the step, and weights and state may be half updated."""
+    """Progress of a step. `changing` is True once all ranks have agreed to the step: from then on, weights and state
+    may be half updated."""
 
     changing = False
 
 
 class Weight(NamedTuple):
-    """A weight and the tensor that a host steps for it.
+    """A weight of the model and the tensor that the optimizer updates for it.
 
     Attributes:
         name: The user's name of the parameter.
         param: The tensor that the optimizer was given, if known; else `stored`.
-        stored: The tensor that is stepped, readable by an engine: the parameter, a copy, or a part of a flat buffer.
+        stored: The tensor that is updated: the parameter, a copy of it, or a part of a flat buffer. An engine can read
+            its layout.
         group: The options of the weight's group.
-        now: True if the latest call of `step` has stepped the weight.
+        now: True if the latest call of `step` has updated the weight.
     """
 
     name: str
@@ -46,12 +48,14 @@ class Weight(NamedTuple):
 
 
 class Host:
-    """Base class of hosts; each optimizer has its own instances. The defaults are those of a plain training loop.
+    """Base class of hosts, the adapters to frameworks. Each optimizer has its own instances. The methods of this class
+    suit a plain training loop.
 
     Attributes:
         in_parts: True if a training step calls `step()` several times, each time with some of the groups.
-        clipping: Why gradients cannot be clipped under this host, and what to write; None if they can.
-        packages: Packages of the framework: the host is skipped while none is imported. None: never skipped.
+        clipping: Error text, with a remedy, if gradients cannot be clipped under this host; None if they can.
+        packages: Names of the framework's packages. The host is skipped while none of them is imported. None: the host
+            is never skipped.
     """
 
     in_parts = False
@@ -64,29 +68,30 @@ class Host:
         return False
 
     def adding(self) -> None:
-        """React to a group that is about to be added. Raises ValueError if the group no longer tells which parameters
-        go to Muon and which to AdamW."""
+        """React to a parameter group that is about to be added. Raises ValueError if the caller's groups no longer show
+        which parameters go to Muon and which to AdamW."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """React to a group that has been added. `names`: names of its parameters."""
+        """React to a parameter group that has been added. `names` are the names of its parameters."""
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load`, a function that loads a state dict while the groups hold an active host's tensors."""
+        """Call `load`, a function that loads a state dict while this host is active."""
         load()
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict that was saved with the same sharding, as torch does."""
+        """Load a state dict that was saved with the same sharding, by `torch.optim.Optimizer.load_state_dict`."""
         Optimizer.load_state_dict(core, dict(state_dict))
 
     def saving(self, core: Stepped) -> None:
         """Prepare the optimizer's state before a state dict is made."""
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has made."""
+        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned."""
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """A function to run in place of a step, if this call of `step` is not meant as one; else None. Only gradients
-        that the framework has altered since backward may be changed before that function runs.
+        """Return a function to run instead of a step if this call of `step` is not meant to take one, else None. The
+        only tensors that this method itself may change are gradients that the framework has altered since the backward
+        pass.
 
         Args:
             core: The optimizer.
@@ -95,37 +100,38 @@ class Host:
         return None
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
-        """Step the groups of an active host.
+        """Take a step while this host is active.
 
         Args:
             core: The optimizer.
             progress: Progress of the step, updated in place.
-            fault: Errors found on this rank so far.
+            fault: This rank's error so far, if it has one.
         """
         raise NotImplementedError
 
     def prepare(self, core: Stepped) -> Plan:
-        """Make a plan now, and return it."""
+        """Make a plan without taking a step, and return it."""
         plan: Plan = core.make_plan()
         return plan
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Every weight that an active host steps, for code that changes weights after a step."""
+        """List every weight that is updated while this host is active, for code that changes weights after a step."""
         raise NotImplementedError
 
     def has_stepped_all(self, core: Stepped) -> bool:
-        """True if the latest call of `step` was the last one of its training step. Asked of an active host only."""
+        """True if the latest call of `step` was the last one of its training step. Called only while the host is
+        active."""
         return True
 
     def restore_groups(self, core: Stepped) -> None:
-        """Restore the groups to their form between steps, after an error in the middle of a step."""
+        """Restore the groups to the form that they have between steps, after an error in the middle of a step."""
 
     def plans(self, core: Stepped) -> tuple[Plan, ...]:
-        """All current plans."""
+        """Return all current plans."""
         return () if core.binding is None else (core.binding.plan,)
 
     def plan(self, core: Stepped) -> Plan | None:
-        """The current plan; None if there is none yet.
+        """Return the current plan; None if there is none yet.
 
         Raises:
             AttributeError: There may be several plans.
@@ -134,7 +140,8 @@ class Host:
 
     @classmethod
     def clips(cls, params: Iterable[Any]) -> str | None:
-        """The reason why the user cannot clip these parameters' gradients, if this host clips them; else None."""
+        """Return an error text if this host's framework clips the gradients of these parameters itself, so that the
+        user must not; else None."""
         return None
 
 
@@ -142,34 +149,35 @@ _HOSTS: list[type[Host]] = []
 
 
 def register(host: type[Host]) -> None:
-    """Register a host class for all optimizers made from now on. New classes are asked before those registered
+    """Register a host class for all optimizers made from now on. It takes precedence over classes registered
     earlier."""
     _HOSTS.insert(0, host)
 
 
 def clipped_by_host(params: Iterable[Tensor]) -> str | None:
-    """The reason why the user cannot clip these parameters' gradients, if some host clips them itself; else None."""
+    """Return an error text if some framework clips the gradients of these parameters itself, so that the user must not;
+    else None."""
     listed = list(params)
     return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
 
 class Hosts(list[Host]):
-    """The hosts of one optimizer, in the order in which they are asked."""
+    """The hosts of one optimizer, in order of precedence."""
 
     def __init__(self) -> None:
         super().__init__(host() for host in _HOSTS)
 
     @property
     def active(self) -> Host | None:
-        """The host whose tensors are in the groups; None if the groups hold the user's parameters."""
+        """The host whose tensors are in the parameter groups; None if the groups hold the user's parameters."""
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)
 
 
 def caller(name: str, *packages: str) -> FrameType | None:
-    """Innermost stack frame of a function with this name in one of these packages; None if there is none. For
-    frameworks that give no public sign of why they call."""
+    """Return the innermost stack frame of a function with this name in one of these packages; None if there is none.
+    Used where a framework has no public sign of the purpose for which it calls the optimizer."""
     frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
@@ -179,9 +187,10 @@ def caller(name: str, *packages: str) -> FrameType | None:
 
 
 def creates_state_only() -> bool:
-    """True if torch.distributed.checkpoint calls `step` only to create state to load into.
+    """True if torch.distributed.checkpoint calls `step` only to create the state that it then loads into.
 
-    torch then sets every gradient and lr to 0, but these values are no proof: some rank's shards may hold zero
-    gradients while lr warms up from 0, so the ranks could disagree.
+    For this call, torch sets every gradient and lr to 0. These values prove nothing: in a real step, lr may be warming
+    up from 0 while the shards of some ranks have zero gradients, so that ranks would come to different conclusions.
+    Therefore this function inspects the call stack.
     """
     return caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None

@@ -1,10 +1,12 @@
-"""Muon: one torch optimizer for matrices (orthogonalized momentum) and everything else (AdamW), on any layout.
+"""Muon: one torch optimizer for matrices (orthogonalized momentum) and all other parameters (AdamW), with any sharding.
 
-`Core` takes one agreed step over parameter groups and their state. `Muon`, below, wraps it as a torch.optim.Optimizer;
-a framework's host may run further `Core`s. Read `Core.take_step` first. Every rank reads everything that its step
-depends on and changes nothing (step/validate.py). Then all ranks of the component vote (comm/vote.py): either all raise
-the same error, or all go on (step/bucket.py). A later failure leaves weights half updated: the optimizer is broken
-until state is loaded, and ranks that wait for this rank fail at once.
+`Core` takes steps on parameter groups and their state. `Muon`, below, is a `Core` with the interface of
+torch.optim.Optimizer; the host of a framework (host.py) may run further `Core`s. Read `Core.take_step` first.
+
+In a step, each rank first reads everything that its step depends on, without changing anything (step/validate.py). Then
+all ranks that are connected through shared parameters vote (comm/vote.py): either all raise the same error, or all
+proceed (step/bucket.py). A failure after the vote leaves weights half updated. The optimizer then refuses to step until
+state is loaded, and ranks that are waiting for the failed rank raise an error at once.
 """
 
 from __future__ import annotations
@@ -74,34 +76,34 @@ if TYPE_CHECKING:
 
 
 class Core:
-    """Groups of parameters, their state, and the agreed step over them.
+    """Parameter groups with their state, and the step that updates them once all ranks have agreed to it.
 
     Attributes:
         param_groups, state: As in torch.optim.Optimizer. Frameworks replace both.
         config: Options of the whole optimizer.
-        keeper: How momentum is stored.
-        audits: When to audit.
-        process_group: The group over which plain parameters are replicas.
+        keeper: Object that creates and converts stored momentum.
+        audits: Schedule of the audits, which compare a step with a dense reference.
+        process_group: The process group on whose ranks plain (not DTensor) parameters are replicas.
         traffic: Counters of what this rank has sent and computed so far.
-        routing: The table by which parameters were routed, if the optimizer was given a model.
-        binding: The current plan, bound to this rank's parameters.
-        component: The ranks of the last vote.
-        broken: Why the last step left the ranks out of step; None if it did not.
-        options: Reader of group options.
+        routing: Table that shows which parameters of the model Muon or AdamW updates; empty if no model was given.
+        binding: The current plan with this rank's parameters.
+        component: The ranks that took part in the last vote.
+        broken: Text about the failure of a step that left the ranks out of sync; None if there was none.
+        options: Reader of the groups' options, which caches them.
         settled: Stored weight norms that a step has checked since they were created or loaded.
-        hosts: Possible callers of `step`.
+        hosts: Adapters to the frameworks that may call `step`.
         has_trained: True once some parameter had a gradient in a step.
     """
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    in_step = False  # a signal handler may ask for state in the middle of a step
+    in_step = False  # True during a step: `state_dict`, which a signal handler may call, then raises
 
     def __init__(
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # default: a new one
+        keeper: Keeper | None = None,  # default: a keeper made from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -117,7 +119,7 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset all attributes that belong to one process: the plan, caches and hosts."""
+        """Reset all attributes that are meaningful in one process only: the plan, caches and hosts."""
         self.binding: Binding | None = None
         self.options = OptionsReader()
         self.watch = FiniteWatch()
@@ -126,19 +128,20 @@ class Core:
         self.hosts, self.has_trained = Hosts(), False
 
     def unlike_model(self) -> Sequence[str]:
-        """Names of the parameters whose values differ from the model's. Only a host that steps copies can tell."""
+        """Return the names of parameters whose values differ from the model's weights. Empty here; a host that updates
+        copies of the weights overrides it."""
         return ()
 
     # ---------------------------------------------------------------------------------------------- one step
 
     def take_step(self, fault: Fault) -> None:
-        """Step the groups as they are. Collective among the ranks that share parameters.
+        """Take one step with the groups as they are. Collective among the ranks that share parameters.
 
         Args:
-            fault: Errors found on this rank so far.
+            fault: This rank's error so far, if it has one.
 
         Raises:
-            Refused: Some rank found an error. All ranks raise it, and nothing has changed.
+            Refused: Some rank has an error. Raised on every rank, before anything has changed.
         """
         with self._remembering() as progress:
             call = StepCall(self, fault)
@@ -150,7 +153,8 @@ class Core:
 
     @contextmanager
     def _remembering(self) -> Iterator[Progress]:
-        """Record an error raised inside the `with` block, unless all ranks have refused the step."""
+        """Record an error raised inside the `with` block, so that later steps are refused. `Refused` is not recorded:
+        all ranks raise it, before anything has changed."""
         progress = Progress()
         try:
             yield progress
@@ -161,16 +165,16 @@ class Core:
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
-        """Change weights and state, as all ranks have agreed. Return the report of the step's audit, if there was
-        one."""
+        """Update weights and state, after all ranks have agreed to the step. Return the report of the step's audit;
+        None if there was no audit."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # ranks that audit share their findings with all ranks of the component
+        # an audit is collective: if any rank has requested one, all ranks that voted take part
         audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
         self.audits.num_steps += 1
-        missing = frozenset[int]()  # parameters without a gradient
+        missing = frozenset[int]()  # indices of parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
         on_weights = frozenset(binding.on_weights) - missing
@@ -197,22 +201,24 @@ class Core:
         return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Install the state created during validation, and redistribute gradients to their parameters' placements."""
+        """Install the state that validation has created, and redistribute gradients whose placements differ from those
+        of their parameters."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            kept.clear()  # also of state left from AdamW or from another variant
+            kept.clear()  # also removes state left over from AdamW or from another variant
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        for number in itertools.chain.from_iterable(binding.table.sets.values()):  # in the same order on all ranks
+        # redistribution is collective, so all ranks process parameters in the same order
+        for number in itertools.chain.from_iterable(binding.table.sets.values()):
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
 
     def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
-        """Begin an audit of this step, and return it. Collective; never raises."""
+        """Begin an audit of this step and return it. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
         audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
@@ -220,25 +226,26 @@ class Core:
         return audit
 
     def _note(self, error: BaseException, changing: bool) -> None:
-        """Record an error that interrupted a step after its first change or left other ranks waiting, so that further
-        steps are refused."""
-        if isinstance(error, AuditError):  # raised in the middle of a framework's step
+        """Record an error that interrupted a step after its first change or while other ranks were waiting, so that
+        further steps are refused."""
+        if isinstance(error, AuditError):  # raised when a framework's step has updated only some of the groups
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        if self.broken is not None:  # a host's own core has recorded the error and closed the lane
+        if self.broken is not None:  # the `Core` of a host has recorded the error and closed the connections
             return
         component = self.component or ()
         alone = default_group() is None or len(component) == 1
         if changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            if isinstance(error, ExchangeError):  # its message already says this
+            if isinstance(error, ExchangeError):  # the error's message already has the consequences and the remedy
                 self.broken = str(error)
         if changing and len(component) > 1:
-            close_lane(component)  # ranks that wait for this rank fail at once
+            close_lane(component)  # ranks that are waiting for this rank then fail at once
 
     def torn(self) -> str | None:
-        """The reason why the state is only partly updated, with a remedy; None if the last step was completed."""
+        """Return the reason why the state may be only partly updated, with a remedy; None if the last step was
+        completed."""
         if self.in_step:
             return (
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
@@ -249,23 +256,24 @@ class Core:
         return None
 
     def make_plan(self) -> Plan:
-        """Plan now. Collective among the ranks that share parameters.
+        """Make a plan without taking a step. Collective among the ranks that share parameters.
 
         Raises:
-            ValueError: Some rank cannot plan; raised on every rank. If only one cannot make a process group, it
-                alone raises here, and every rank in its next step.
+            ValueError: Some rank cannot plan. Raised on every rank. A rank that fails to create a process group raises
+                alone, and the other ranks raise in the next step.
         """
         fault = Fault()
         with made_public():
             binding = renewed(StepCall(self, fault), fault)
-            if fault.text is not None:  # behind the last talk: a step tells of it in its vote
+            if fault.text is not None:  # found after ranks last exchanged errors; others learn of it in the next step
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
     @torch.no_grad()
     def complete_state(self) -> None:
-        """Give every trainable parameter its state (zeros if it never had a gradient): see [Note: state that is not
-        there] in checkpoint/state.py. Frozen parameters get none, and lose state that does not fit their group."""
+        """Create the missing state of every trainable parameter (zeros if it never had a gradient): see [Note: state
+        that is not there] in checkpoint/state.py. Frozen parameters get no new state; existing state of theirs is
+        removed if it does not fit their group."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
@@ -275,23 +283,23 @@ class Core:
 
 
 class StepCall(TableCall[Binding]):
-    """One rank's call for a step, or for a plan without a step; implements the interface of comm/vote.py.
+    """One rank's part in the agreement on a step, or on a plan without a step. Implements `Call` of comm/vote.py.
 
     Attributes:
-        options: Settings of each group; None for AdamW's.
+        options: Settings of each group; None for groups that AdamW updates.
         proposal: The step that this rank would take.
     """
 
     phase = Phase.STEP
     renews = False
     proposal: Proposal
-    _due = ""  # text on when to audit, which must be equal on all ranks
+    _due = ""  # text about an audit of this step, which must be equal on all ranks
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
         self.options: list[Settings | None] = []
         if core.process_group is not None:
-            with fault:  # the group's ranks wait for this rank even if it has no parameters
+            with fault:  # other ranks of the group wait for this rank even if it has no parameters
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if the group was destroyed
 
     def before(self) -> Ranks | None:
@@ -309,13 +317,13 @@ class StepCall(TableCall[Binding]):
         for number, (group, settings) in enumerate(zip(groups, self.options, strict=True)):
             if kept.planned[number] != ("" if settings is None else settings.planned):
                 return False
-            for p in () if settings is None else group["params"]:  # frameworks swap parameters after __init__
-                if p.requires_grad or p.grad is not None:  # as in `listed_of`
+            for p in () if settings is None else group["params"]:  # frameworks may replace parameters at any time
+                if p.requires_grad or p.grad is not None:  # `listed_of` selects the same parameters
                     member = next(members, None)
                     if member is None or member.param is not p or member.group != number:
                         return False
                     if member.engine.signature(p) != member.signature:
-                        return False  # the layout has changed
+                        return False  # the parameter's layout has changed
         return next(members, None) is None
 
     def read(self, kept: Binding) -> Ballot:
@@ -325,7 +333,8 @@ class StepCall(TableCall[Binding]):
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        if (audits.every or audits.asked) and audits.due:  # most optimizers never audit
+        # `due` takes longer than the first test, which is false for optimizers that never audit
+        if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
@@ -341,7 +350,7 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # ranks that share AdamW's DTensors must also hear of each other's faults
+        # AdamW's DTensors are included so that the ranks that share them learn of each other's errors
         return [
             (name_of(group, index, position), p, group)
             for index, group in enumerate(self._core.param_groups)
@@ -361,7 +370,8 @@ class StepCall(TableCall[Binding]):
         return listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # the second result is sent to the other ranks: numbers of parameters whose gradients some ranks may lack
+        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of
+        # parameters whose gradients some of them may lack
         core = self._core
         made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
         sets = made.weight_sets(frozenset(made.on_weights))
@@ -370,7 +380,8 @@ class StepCall(TableCall[Binding]):
         return made, counts_of_lacking(table)
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
-        # before the first exchange: a rank that waits for buffers cannot create a group
+        # process groups are created before the first exchange: creation is collective, and a rank that already waits
+        # for tensors could not take part
         for ranks, known in self._groups.items():
             group_for(ranks, known)
         number_bits(kept, everyone)
@@ -378,7 +389,7 @@ class StepCall(TableCall[Binding]):
 
 
 class Muon(Core, Optimizer):
-    """Muon with AdamW inside, giving the same update however the weights are sharded.
+    """Muon for matrices and AdamW for all other parameters, with the same update however the weights are sharded.
 
     For each matrix W with gradient G, momentum B, learning rate lr, decay wd and scale s:
 
@@ -386,13 +397,14 @@ class Muon(Core, Optimizer):
         U  = mu B + (1 - mu) G   (Nesterov), or B
         W <- (1 - lr wd) W - lr s(rows, cols) NS(U)
 
-    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the form of torch.optim.Muon.) The matrix is always
-    the whole logical one, each is orthogonalized once in the job, and the scale s uses its global shape.
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the form of torch.optim.Muon.) W is always the
+    whole logical matrix, never a shard. Each matrix is orthogonalized once in the job, and s depends on its global
+    shape.
 
-    The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements) and
-    plans, with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by shared
-    parameters vote before each step; ranks that share matrices run two all-to-alls per bucket. Every rank must call
-    `step()`.
+    The first `step()` (or `prepare()`) reads the layout from the parameters themselves (DTensor mesh and placements)
+    and plans, together with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by
+    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket of matrices.
+    Every rank must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
@@ -403,53 +415,53 @@ class Muon(Core, Optimizer):
             `shardmuon.layout.views.matrix_view`.
         lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
         weight_decay: Factor wd of the decay.
-        momentum: mu.
+        momentum: Factor mu.
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
-            c) of one Newton-Schulz step, or one triple per step. One that flips signs or diverges is refused.
-        ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own, 5
-            for a single triple.
-        adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
-            (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
-            (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`) or "none". docs/learning_rate.md has the
-            names other libraries use.
+            c) of one Newton-Schulz step, or one triple per step. Coefficients that flip signs or diverge are refused.
+        ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own
+            number, or 5 for a single triple.
+        adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
+            `sqrt(max(1, rows/cols))`, "match_rms_adamw" for `0.2 sqrt(max(rows, cols))`, "spectral" for
+            `sqrt(max(rows, cols))`, "unit_rms_norm" for `sqrt(rows/cols)`, "none" for 1. docs/learning_rate.md lists
+            the names that other libraries use.
         variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
             ("muon_eq+cautious").
-        process_group: Process group over which plain (not DTensor) parameters are replicas, as under DDP; its ranks
+        process_group: Process group on whose ranks plain (not DTensor) parameters are replicas, as under DDP; its ranks
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
             plain tensors. In a parameter group, () means that no other rank has its tensors (experts). Not pickled.
-        tp_group: Tensor-parallel group, as a process group or global ranks: plain parameters are shards over it if they
-            are marked so (`tensor_model_parallel`, `partition_dim`, `partition_stride`, as by TransformerEngine and
-            Megatron), and replicas otherwise. `process_group` then joins the ranks with the same shards. See
-            docs/tensor_parallel.md. Default: none; marked shards are refused.
+        tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
+            if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
+            `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
+            See docs/tensor_parallel.md. Default: none; marked shards are refused.
         method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
             matrix, up to twice as fast for long matrices. "auto": "gram" if it takes at least a quarter less time at
             the peak rates of both dtypes, else "standard"; depends on shape, schedule, dtype and kind of device only.
             The plan prints the choice and its reason. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast
-            before the norm).
+            before the norm is computed).
         ns_dtype: Torch dtype of the matrix products. None: "standard" uses bfloat16 where the device multiplies it in
-            hardware, float32 on other CPUs; "gram" float16 on accelerators, float32 on CPUs. Ignored by "torch"
-            (bfloat16). Data sent between ranks is bfloat16 if products are bfloat16 or float16 (rounded on every
-            layout, also on one process), float64 if parameters or products are float64, else float32.
-        momentum_dtype: Dtype of stored momentum: None (the gradient's, which is used to compute it too),
-            torch.float32, torch.bfloat16 or "int8" (all computed in fp32). docs/memory.md.
+            hardware, float32 on other CPUs; "gram" uses float16 on accelerators, float32 on CPUs. Ignored by "torch",
+            which uses bfloat16. Data sent between ranks is bfloat16 if products are bfloat16 or float16 (rounded with
+            any sharding, even with one process), float64 if parameters or products are float64, else float32.
+        momentum_dtype: Dtype of stored momentum: None (the gradient's dtype, in which it is then also computed),
+            torch.float32, torch.bfloat16 or "int8" (all three computed in fp32). docs/memory.md.
         momentum_device: Device of stored momentum: None (the parameter's) or "cpu".
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
-        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: the cheapest choice, within
-            the bound that `shardmuon.plan.items.Policy` states.
-        audit_every: Compare the first step and every `audit_every`-th step with a dense reference; a step that was not
-            Muon's raises AuditError on every rank, when it is complete. None: only when `shardmuon.audit` asks for it.
-            docs/audit.md.
-        adamw_lr: Learning rate of everything that is not a matrix; only if `params` is a module. Default: the rate at
-            which AdamW's updates are as large as the matrices'; `shardmuon.param_groups` prints it.
+        bucket_bytes: Maximum size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None: the
+            planner chooses the cheapest size, within the bound that `shardmuon.plan.items.Policy` states.
+        audit_every: Compare the first step and every `audit_every`-th step with a dense reference. If such a step
+            differs from Muon's, every rank raises AuditError once the step is complete. None: audit a step only if
+            `shardmuon.audit` requests it. docs/audit.md.
+        adamw_lr: Learning rate of all parameters that are not matrices; only if `params` is a module. Default: the rate
+            at which AdamW's updates are as large as those of the matrices; `shardmuon.param_groups` prints it.
             docs/learning_rate.md.
-        overrides: Changes to the routing of a module, see `shardmuon.param_groups`.
+        overrides: Changes to which of a module's parameters Muon updates, see `shardmuon.param_groups`.
 
     Raises:
-        ValueError: An option or a parameter does not fit; gives the name, what was found and what to write. `step()`
-            raises on every rank of a group or on none, and before anything has changed.
-        TypeError: An unknown keyword, with what to write; parameters in a set, whose order differs from rank to
-            rank; or see `add_param_group`.
+        ValueError: An option or a parameter does not fit. The message has its name, what was found and what to write.
+            `step()` raises on every rank of a group or on none, before anything has changed.
+        TypeError: A keyword is unknown (the message says what to write), parameters are in a set, whose order differs
+            between ranks, or a parameter is not a tensor or has an integer dtype.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -535,11 +547,12 @@ class Muon(Core, Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: Gradients, options or state are invalid here or on another rank, or a rank failed while reading
-                them. Nothing has changed. (A rank that runs out of memory raises its own OutOfMemoryError instead.)
-            ExchangeError: A rank died, hung or failed in the middle of a step; names the bucket and phase. After this
-                or any other exception in the middle of a step, KeyboardInterrupt included, and even with one process,
-                the optimizer refuses to step until the last checkpoint is reloaded.
+            ValueError: Gradients, options or state are invalid on some rank, or a rank failed while reading them.
+                Raised on every rank; nothing has changed. (A rank that runs out of memory raises its own
+                OutOfMemoryError instead.)
+            ExchangeError: A rank died, hung or failed in the middle of a step. The message has the bucket and phase.
+                After this or any other exception in the middle of a step, even a KeyboardInterrupt, and even with one
+                process, the optimizer refuses to step until the last checkpoint is reloaded.
         """
         if self.broken is not None:
             self._host.restore_groups(self)
@@ -549,11 +562,11 @@ class Muon(Core, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         fault, instead, host = Fault(), None, None
-        with fault:  # the other ranks must hear of errors raised here
+        with fault:  # errors raised in this block are sent to the other ranks in the vote
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # none of the host's packages is imported
+                    continue  # the host's framework is not imported
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -580,18 +593,18 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The active host, or a plain `Host` if the groups hold the user's parameters."""
+        """The host whose own tensors are in the groups, or a plain `Host` if they are the user's parameters."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Text of the optimizer's non-default options and of each group's options."""
+        """Format the optimizer's non-default options and the options of each group."""
         return f"Muon (\n{options_text(self.config, self.param_groups)}\n)"
 
     def prepare(self) -> Plan:
-        """Plan now instead of at the first step. Collective among the ranks that share parameters.
+        """Make the plan now instead of at the first step. Collective among the ranks that share parameters.
 
         Returns:
-            The plan. `print(plan)` shows each matrix's route, owner and bucket.
+            The plan. `print(plan)` shows for each matrix its route, its bucket, and the rank that orthogonalizes it.
         """
         return self._host.prepare(self)
 
@@ -600,7 +613,7 @@ class Muon(Core, Optimizer):
         """The current plan; None before the first step, unless `prepare()` has made one.
 
         Raises:
-            AttributeError: There may be several plans, as under DeepSpeed, which steps groups one by one: see `plans`.
+            AttributeError: There may be several plans, as under DeepSpeed, which steps groups one by one. Use `plans`.
         """
         return self._host.plan(self)
 
@@ -616,7 +629,7 @@ class Muon(Core, Optimizer):
 
         Raises:
             ValueError: An option or a parameter does not fit; the optimizer is unchanged.
-            TypeError: The parameters come in a set, or a parameter is not a tensor or has an integer dtype.
+            TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer dtype.
         """
         group = as_group(param_group)
         given = [key for key in param_group if key != "params"]
@@ -633,11 +646,12 @@ class Muon(Core, Optimizer):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """State dict as torch makes it, but without process groups, and once there is state, with an entry for every
-        trainable parameter on every rank.
+        """Return the state dict in torch's format, without process groups. Once there is any state, the dict has an
+        entry for every trainable parameter on every rank.
 
         Raises:
-            ExchangeError: A step was interrupted or is under way: its state must not replace the last good checkpoint.
+            ExchangeError: A step was interrupted or is in progress. Its state must not replace the last good
+                checkpoint.
         """
         torn = self.torn()
         if torn is not None:
@@ -654,38 +668,38 @@ class Muon(Core, Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state and the options of every group. Momentum is converted to the dtype and device that this
-        optimizer uses: those of `momentum_dtype` and `momentum_device`, by default the gradient's dtype.
+        """Load the state and the options of every group. Momentum is converted to the dtype and device given by this
+        optimizer's `momentum_dtype` (default: the gradient's dtype) and `momentum_device`.
 
-        Works before the first step and after any step. Everything is checked before anything changes: parameter names
-        (if both sides have them), count and shapes, state keys, options. Load a state dict saved on another layout
-        through torch.distributed.checkpoint. State of other optimizers is refused, except torch.optim.Muon's, which
-        means the same.
+        This works before the first step and after any step. Everything is checked before anything changes: parameter
+        names (if both sides have them), number and shapes, state keys, options. A state dict that was saved with
+        another sharding must be loaded through torch.distributed.checkpoint. State of other optimizers is refused,
+        except that of torch.optim.Muon, which has the same meaning.
 
         Raises:
             ValueError: The state dict does not fit; the optimizer is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # state of flat parameters, sharded exactly as here
+        if host is not None:  # the state dict has flat parameters with the same sharding as this host's
             with made_public():
                 host.load(self, lambda: host.take_over(self, state_dict))
             return
         self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Install loaded state and groups that have been checked."""
+        """Install state and groups that were read from a state dict and checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # the same tensor objects may now hold loaded values
+        self.settled.clear()  # norms are no longer checked: the tensors may now hold loaded values
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore pickled state. Options that a saved group lacks (as in checkpoints of torch.optim.Muon) keep this
         optimizer's values."""
-        mine = self.__dict__.get("param_groups", [])  # none while unpickling
+        mine = self.__dict__.get("param_groups", [])  # empty while unpickling
         super().__setstate__(state)
         fill_up(self.param_groups, mine, self.defaults)
         self.broken = state.get("broken")  # loading a state dict clears this, copying the optimizer does not
-        if "hosts" not in self.__dict__:  # a copy: the plan, process groups and hosts stay with the original
+        if "hosts" not in self.__dict__:  # this is a copy: plan, process groups and hosts stay with the original
             self.process_group = None
             self._forget_process()
 
@@ -695,12 +709,13 @@ class Muon(Core, Optimizer):
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.process_group = self.process_group
         for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
-            mine["process_group"] = theirs["process_group"]  # else replicas would silently diverge
+            mine["process_group"] = theirs["process_group"]  # without a process group, replicas would silently diverge
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles, without what belongs to one process: the plan, process groups and hosts. The
-        component stays, so that a copy votes with ranks that made none and still have a plan."""
+        """Return the state for copies and pickles, without objects that are valid in one process only: the plan,
+        process groups and hosts. It has the ranks of the last vote, so that a copy votes together with ranks that made
+        no copy and still have a plan."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = list(map(_without_ranks, state["param_groups"]))
@@ -708,7 +723,8 @@ class Muon(Core, Optimizer):
 
 
 def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the options with `process_group` set to None, unless it is empty (no other rank has the tensors)."""
+    """Copy the options with `process_group` set to None, unless it is empty, which means that no other rank has the
+    tensors."""
     group = options.get("process_group")
     return {**options, "process_group": None} if getattr(group, "ranks", group) else options
 

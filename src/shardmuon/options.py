@@ -1,4 +1,4 @@
-"""Options of a whole optimizer and of a parameter group, with checks of their values."""
+"""Options of the whole optimizer and of parameter groups, with checks of their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardmuon.variants import check_variant
 
 # ------------------------------------------------------------------------------------------------ values
 
-_FaultOf = Callable[[Any], str]  # value -> end of an error message that begins with the option; "" if it is valid
+_FaultOf = Callable[[Any], str]  # option's value -> end of an error message ("must be a number"), or "" if valid
 
 
 def _one_of(*allowed: object) -> _FaultOf:
@@ -36,11 +36,11 @@ def _whole_number(most: float = math.inf) -> _FaultOf:
 
 
 def _number(most: float = math.inf) -> _FaultOf:
-    """Check for a number from 0 to `most`, or a tensor with one such element."""
+    """Make a check that accepts numbers from 0 to `most`, including one-element tensors."""
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
-        if isinstance(value, str):  # `float` would accept "0.1", but steps and schedulers multiply the group's value
+        if isinstance(value, str):  # `float` would accept "0.1", but steps and schedulers do arithmetic on the value
             return "is text, not a number. Write it without quotes"
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"must have one element, found shape {tuple(value.shape)}"
@@ -71,7 +71,7 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 
 _TRUTH = _one_of(True, False)
 
-# Option -> its check: options of the whole optimizer, then of a group.
+# The check of each option: first the options of the whole optimizer, then those of parameter groups.
 _CHECKS: dict[str, _FaultOf] = {
     "method": _one_of(*get_args(MethodName)),
     "ns_dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -88,7 +88,7 @@ _CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
     **dict.fromkeys(("use_muon", "nesterov", "transposed"), _TRUTH),
-    # options in groups of torch optimizers, refused if their value would need another update rule
+    # options that torch's optimizers store in their groups; a value that asks for another update rule is refused
     "maximize": _only(False, "this optimizer minimizes"),
     "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
     "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),
@@ -96,7 +96,7 @@ _CHECKS: dict[str, _FaultOf] = {
 
 
 def _check_values(where: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError, its message starting with `where`, for the first invalid option."""
+    """Raise ValueError for the first invalid option. The message starts with `where`."""
     for key, fault_of in _CHECKS.items():
         fault = fault_of(options[key]) if key in options else ""
         if fault:
@@ -108,7 +108,7 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Options of a whole optimizer: keywords of `shardmuon.Muon`, documented there.
+    """Options of the whole optimizer. Each is a keyword of `shardmuon.Muon`, whose docstring explains it.
 
     Raises:
         ValueError: An option is invalid.
@@ -128,24 +128,25 @@ class MuonConfig:
             check_gram_dtype(self.ns_dtype)
 
     def changed(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
+        """Return the options that differ from their defaults."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
-        """Text of the storage options that are not defaults; "" if there are none or only fp32 momentum."""
+        """Format the options in `STORED` that differ from their defaults. The text is empty if there are none, or if
+        the only one is fp32 momentum."""
         found = {key: value for key, value in self.changed().items() if key in STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
     def chooser(self) -> Chooser:
-        """The object that chooses how to orthogonalize each matrix."""
+        """Create the object that chooses how to orthogonalize each matrix."""
         return Chooser(self.method, self.ns_dtype)
 
     def keeper(self) -> Keeper:
-        """The object that stores momentum."""
+        """Create the object that stores momentum."""
         return Keeper(self.momentum_dtype, self.momentum_device, self.stochastic_rounding)
 
     def text(self) -> str:
-        """Text of the options that must be equal on all ranks: all except `momentum_device`."""
+        """Format the options that must be equal on all ranks (all except `momentum_device`), without defaults."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
 
@@ -155,7 +156,8 @@ CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-# rows x cols -> factor on lr. Formulas, and the clashing names in other libraries: docs/learning_rate.md
+# The factor on lr for a rows x cols matrix. docs/learning_rate.md explains the formulas, and which other libraries use
+# the same names for different formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Keller Jordan's Muon; torch.optim.Muon "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -173,14 +175,15 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "transposed": False,
 }
-# Process groups of plain tensors in this job. Not saved in checkpoints, which may be loaded into another layout.
+# Process groups of plain tensors. Checkpoints do not contain them, because they may be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
     **VIEW_DEFAULTS,
     **dict.fromkeys(PLACE_OPTIONS),
 }
-# Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
+# Kept out of `optimizer.defaults`, because CyclicLR and OneCycleLR would cycle betas[0] instead of momentum if they
+# found "betas" in it.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 MUON_OPTIONS = (
     "momentum",
@@ -192,7 +195,7 @@ MUON_OPTIONS = (
 )
 ONLY_MUON = {*MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
-# Key that looks like a group option but is written elsewhere -> rest of the error message, with what to write.
+# Keys that users may mistake for group options. The value is the rest of the error message, which says what to write.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
@@ -214,19 +217,19 @@ ELSEWHERE = {
     ),
     "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
 }
-# Keys that other programs store in a group: torch's schedulers and averaging, timm's layer-wise decay.
+# Keys that other code stores in a group: torch's learning-rate schedulers, timm's layer-wise learning-rate decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
 
 @cache
 def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
-    """The factor on the learning rate of a matrix with global shape rows x cols (never a shard's shape)."""
+    """Return the factor on the learning rate of a matrix with the global (never a shard's) shape rows x cols."""
     return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 
 def check_keys(where: str, given: Iterable[str]) -> None:
-    """Raise ValueError, its message starting with `where`, for a misspelled or misplaced option among a group's keys.
-    Other keys, such as a scheduler's, are allowed."""
+    """Raise ValueError for a misspelled or misplaced option among a group's keys. The message starts with `where`.
+    Unknown keys that resemble no option, such as a scheduler's, are allowed."""
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
@@ -238,7 +241,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
 
 
 def unknown_keyword(key: str) -> TypeError:
-    """The TypeError for a keyword that `Muon` does not have, with what to write."""
+    """Build the TypeError for a keyword that `Muon` does not have. Its message says what to write instead."""
     text = f"Muon.__init__() got an unexpected keyword argument {key!r}"
     if key in ELSEWHERE:
         return TypeError(f"{text}: {key} {ELSEWHERE[key]}")
@@ -248,7 +251,7 @@ def unknown_keyword(key: str) -> TypeError:
 
 
 def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Text of the optimizer's non-default options and of each group's options."""
+    """Format the optimizer's non-default options and the options of each group."""
     lines = [f"    {key}: {value}" for key, value in config.changed().items()]
     for index, group in enumerate(groups):
         count = len(group["params"])
@@ -260,7 +263,8 @@ def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str
 
 
 def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options that apply to Muon or AdamW, whichever it uses, and its foreign keys (a scheduler's)."""
+    """Select the entries of a group to print: the options of the algorithm that the group uses (Muon or AdamW), and
+    keys that other code, such as a scheduler, has stored."""
     hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if group["use_muon"] else ONLY_MUON)}
     quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
     return {
@@ -269,17 +273,17 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that say which matrices its parameters hold."""
+    """Select the options of a group that define which matrices each of its parameters holds."""
     return {key: group[key] for key in VIEW_DEFAULTS}
 
 
 def per_step(coefficients: Any, steps: int | None) -> Triples:
-    """One (a, b, c) per Newton-Schulz step, from a group's `ns_coefficients` and `ns_steps`."""
+    """Expand a group's `ns_coefficients` and `ns_steps` to one (a, b, c) triple per Newton-Schulz step."""
     return triples(hashable(coefficients), steps)
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """Return `lr`, which is required: no default suits. `where` names the function that takes it.
+    """Return `lr`. It has no default, since no value suits every model. `where` names the function that takes `lr`.
 
     Raises:
         TypeError: `lr` is None.
@@ -292,14 +296,14 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     return lr
 
 
-SETS = (set, frozenset, WeakSet)  # iterated in an order that differs between processes
+SETS = (set, frozenset, WeakSet)  # each process may iterate over their elements in another order
 
 
 def refuse_sets(where: str, given: object, write: str) -> None:
-    """Raise TypeError, its message starting with `where`, if parameters are given in a set.
+    """Raise TypeError if parameters are given in a set. The message starts with `where` and suggests `write` instead.
 
-    Ranks match parameters by position, and the order of a set differs between processes: pieces of different matrices
-    would be paired.
+    Ranks match parameters by position, but the order of a set differs between processes, so that shards of different
+    matrices would be combined.
     """
     if isinstance(given, SETS):
         raise TypeError(
@@ -309,9 +313,10 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 
 
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError, its message starting with `where`, for the first invalid option of a group. Muon's and AdamW's
-    options are checked in every group, since `use_muon` may change."""
-    needed = {key: group[key] for key in ("lr", "weight_decay")}  # else AdamW would fail after matrices have changed
+    """Raise ValueError for the first invalid option of a group. The message starts with `where`. Values of both Muon's
+    and AdamW's options are checked in every group, since `use_muon` may change later."""
+    # a missing option must raise here; in the AdamW step it would raise after matrices have changed
+    needed = {key: group[key] for key in ("lr", "weight_decay")}
     _check_values(where, {**needed, **group})
     if not group.get("use_muon", True):
         return

@@ -1,11 +1,11 @@
-"""Texts for messages and reports: suggestions for a misspelled name, tables, shortened lists."""
+"""Formatting of messages and reports: suggestions for misspelled names, tables, shortened lists."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-# What other libraries call our options: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
+# Other libraries' names (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel) for our options.
 _SPELLINGS = {
     "mu": "momentum",
     "heads": "split_sizes",
@@ -25,22 +25,23 @@ _SPELLINGS = {
 
 
 def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The allowed name that is closest to `key`, or that another library's `key` stands for; None if there is none."""
+    """Return the allowed name that other libraries call `key`, or the one closest in spelling; None if none is
+    close."""
     known = _SPELLINGS.get(key)
     close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def did_you_mean(key: str, allowed: Sequence[str]) -> str:
-    """End of a message that suggests the nearest allowed key; empty if no key is close."""
+    """Format a suggestion to append to a message: the nearest allowed key, or an empty string if no key is close."""
     found = nearest(key, allowed)
     return "" if found is None else f" (did you mean {found}?)"
 
 
 def table(
-    rows: Iterable[Sequence[str]],  # of equal lengths, the header first
+    rows: Iterable[Sequence[str]],  # all of the same length; the first row is the header
 ) -> str:
-    """Text of a table with aligned columns and dashes under the header."""
+    """Format a table with aligned columns and a line of dashes under the header."""
     header, *body = rows
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     lines = (header, ["-" * width for width in widths], *body)
@@ -48,6 +49,6 @@ def table(
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first three names and the number of further ones, as text."""
+    """Format the first three names and the number of remaining ones, as in "a, b, c, 4 more"."""
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
     return ", ".join([*names[:3], *more])

@@ -1,1 +1,1 @@
-"""Communication between hosts: process groups, discovery of connected ranks, and the vote that shares errors."""
+"""Communication between ranks: process groups, discovery of connected ranks, and votes in which ranks report errors."""

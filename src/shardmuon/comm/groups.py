@@ -1,4 +1,4 @@
-"""Process groups: weak references, creation among a subset of ranks, and the packed all-to-all over a group."""
+"""Process groups: weak references to them, creation by a subset of ranks, and packed all-to-all exchanges."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
 
 @dataclass
 class Made:
-    """Process groups and lanes created under one default group and dropped together with it.
+    """Process groups and lanes (channels for short messages) that were created under one default process group and are
+    dropped together with it.
 
     Attributes:
         token: Random bytes that tell this default group from all others, also from those of other processes.
         groups: Ranks -> number of process groups created over them, and a weak reference to the one in use. Only torch
-            holds the group itself: a communicator that outlives destroy_process_group() is torn down at interpreter
+            has a strong reference: a communicator that outlives destroy_process_group() is torn down at interpreter
             exit, where its threads abort the process (seen with gloo).
         lanes: Ranks -> their latest lane (comm/lanes.py), which may be closed. A lane holds no reference to the
             default group.
@@ -37,7 +38,7 @@ class Made:
     lanes: dict[Ranks, Any] = field(default_factory=dict)
 
 
-MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # keyed by default process group
+MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # key: a default process group
 
 
 def my_rank() -> int:
@@ -57,8 +58,8 @@ class GroupRef:
     Attributes:
         ranks: Global ranks in group-rank order.
         group_name: torch's name of the group; "" if only ranks were given.
-        is_default: True if the group was the default group. If that group is gone, the reference resolves
-            to the current default group, provided it has the same ranks.
+        is_default: True if the group was the default group. If that group is gone, the reference resolves to the
+            current default group, provided that it has the same ranks.
     """
 
     ranks: Ranks
@@ -140,8 +141,8 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     """Return the process group over exactly these ranks (ascending). Collective over `ranks`, and over no other rank,
     at the first call; later calls return the cached group.
 
-    A new group has the time-out of `hint`, or of the default group without a hint. torch holds the groups until
-    `destroy_process_group()`.
+    A new group has the timeout of the group `hint`, or that of the default group if there is no hint. torch keeps all
+    groups until `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
@@ -151,25 +152,25 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     number, ref = made.get(ranks, (0, None))
     kept = None if ref is None else ref()
     if kept is not None and is_alive(kept):  # a destroyed group may still be referenced
-        return kept  # ignoring the hint: when ranks rebuild a plan, their hints may differ
+        return kept  # the hint is ignored, since hints may differ between ranks that rebuild a plan
     for group in (world, hint):
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        number += 1  # equal on all of these ranks, since creating a group is collective
+        number += 1  # the number is equal on all of these ranks, since creating a group is collective
         group = new_group_among(ranks, number, hint)
     made[ranks] = number, weakref.ref(group)
     return group
 
 
 def _backends_of(group: Any) -> dict[str, str]:
-    """Device type -> backend of the group for tensors on it ("nccl", "gloo", ...)."""
+    """Map each device type to the group's backend for tensors on it ("nccl", "gloo", ...)."""
     return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
 
 
 def talking_device(device: torch.device, group: Any) -> torch.device:
-    """Return `device`, or the accelerator if `device` is the CPU and the group has no CPU backend (NCCL-only jobs with
-    offloading)."""
+    """Return `device`, or the accelerator if `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs
+    that offload parameters to the CPU."""
     if device.type != "cpu" or "cpu" in _backends_of(group):
         return device
     found = torch.accelerator.current_accelerator()
@@ -177,8 +178,8 @@ def talking_device(device: torch.device, group: Any) -> torch.device:
 
 
 def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ranks) -> torch.device:
-    """Device of the exchange buffers for matrices on `device`: `preferred` if the backend of the ranks' group on that
-    device is not gloo, otherwise a device that the group supports."""
+    """Choose the device of the exchange buffers for matrices on `device`: `preferred` if the process group of the ranks
+    has a backend other than gloo for it, otherwise a device that the group supports."""
     if len(ranks) == 1:
         return preferred or device
     if preferred is None and device.type != "cpu":
@@ -197,12 +198,13 @@ class Traffic:
     """Counters of this rank's communication and orthogonalized matrices.
 
     Attributes:
-        exchanges: all-to-all calls (two per bucket that is gathered, one per bucket that replicas forward).
+        exchanges: All-to-all calls: two for each bucket whose matrices are gathered, and one for each bucket whose
+            results are relayed to other replicas.
         agreements: Votes before a step, including those that refused the step.
         bytes_sent: Bytes sent by this rank in exchanges.
         orthogonalized: Matrices orthogonalized on this rank.
         norm_reductions: Small all-reduces of weight norms, for variants that control these norms.
-        norms_sent: Weight norms (one per matrix, 8 bytes each) sent in these all-reduces.
+        norms_sent: Weight norms sent in these all-reduces, one of 8 bytes per matrix.
     """
 
     exchanges: int = 0
@@ -213,12 +215,12 @@ class Traffic:
     norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Difference between these counters and an earlier copy."""
+        """Return the differences between these counters and an earlier copy."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
 class Pending(NamedTuple):
-    """An asynchronous all-to-all. Holds the send buffer, too, which must outlive the collective."""
+    """An all-to-all in progress. It also keeps the send buffer alive, which must outlive the collective."""
 
     work: Any
     came: Tensor  # 1-D

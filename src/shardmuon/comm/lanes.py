@@ -1,11 +1,12 @@
-"""Lanes: exchange of short messages between the hosts of some ranks, independent of the backend that moves tensors. A
-lane does not interpret the messages.
+"""Lanes: channels for short messages between the CPUs of some ranks, independent of the backend that exchanges tensors.
+A lane does not interpret the messages.
 
 [Note: recursive doubling]
-    The algorithm of an all-reduce of messages. After the hop over distance k, a rank has merged the messages of its
-    block of 2k ranks. Ranks beyond the largest power of two first send their message to a partner and receive the
-    result at the end. Each message is merged exactly once, as a sum requires. This takes log2(n) hops of one small
-    message, and two more if n is not a power of two.
+    This is the algorithm for an all-reduce of messages. In hops over distances k = 1, 2, 4, .., a rank swaps messages
+    with the rank at distance k and merges the two; it has then merged the messages of its block of 2k ranks. Ranks
+    beyond the largest power of two first send their message to a partner, and receive the result at the end. Each
+    message is merged exactly once, as a sum requires. This takes log2(n) hops of one small message, and two more if n
+    is not a power of two.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from shardmuon.comm.groups import MADE, Made, Ranks
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _T = TypeVar("_T")
-LARGEST = 1 << 16  # bytes of the receive buffer of a merge, so that receivers need not know the message size
+LARGEST = 1 << 16  # bytes of a receive buffer, so that receivers need not know the size of a message
 _TAG = 7
-_DEFAULT = timedelta(minutes=30)  # if the backend does not expose its time-out
+_DEFAULT = timedelta(minutes=30)  # used if the backend does not expose its timeout
 
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # (kind, peer index); "take" receives the final result
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # kind, index of the peer; "take" receives the result
 
 
 def _hops_of(me: int, num: int) -> list[_Hop]:
-    """Hops of member `me` of a lane of `num` ranks, in order: see [Note: recursive doubling]. Members are indices."""
+    """List the hops of an all-reduce for the rank with index `me` in a lane of `num` ranks.
+
+    See [Note: recursive doubling].
+    """
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -43,10 +47,10 @@ def _hops_of(me: int, num: int) -> list[_Hop]:
 
 
 class Lane:
-    """A gloo group over some ranks, with connections opened lazily between pairs of ranks.
+    """A gloo group over some ranks. It opens the connection between two ranks when they first need it.
 
-    Merging the messages of 1,024 ranks opens 10 connections per rank instead of 1,023. The group is not registered
-    with torch, so it can be closed on its own: ranks that are waiting for this one then fail at once.
+    Merging the messages of 1,024 ranks opens 10 connections per rank instead of 1,023. The group is not registered with
+    torch, so it can be closed on its own. Ranks that are waiting for this rank then fail at once.
 
     Attributes:
         ranks: Global ranks, ascending.
@@ -71,7 +75,8 @@ class Lane:
         self.is_open = True
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
-        """All-reduce a message of plain data with `merged`, which is applied in any order. All hops share one deadline.
+        """All-reduce a message of plain data. `merged` is a function that merges two messages. It is applied in no
+        fixed order. All hops share one deadline.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
@@ -86,7 +91,7 @@ class Lane:
                     pending.append(self._group.recv([found], member, _TAG))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                pending.clear()  # the traceback holds this frame, and a handle would hold the connections open
+                pending.clear()  # the traceback keeps this frame alive, and handles would keep connections open
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":
@@ -95,7 +100,7 @@ class Lane:
         return message
 
     def share(self, value: bytes, what: str) -> list[Any]:
-        """All-gather pickled values. Returns the unpickled value of each rank, in order of `ranks`.
+        """All-gather pickled values. Return the unpickled value of each rank, in the order of `ranks`.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
@@ -123,12 +128,14 @@ class Lane:
         return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
 
     def close(self) -> None:
-        """Close all connections: ranks that are waiting for this one fail at once. `lane_of` then makes a new lane."""
+        """Close all connections, so that ranks that are waiting for this rank fail at once. `lane_of` makes a new lane
+        when it is next called."""
         self._group, self.is_open = None, False
 
 
 def _name_of(ranks: Ranks, number: int) -> str:
-    """Key prefix of a lane in torch's store. A hash, because keys are limited to 8 KiB, too short for 2,000 ranks."""
+    """Return the key prefix of a lane in torch's store. It has a hash of the ranks, because keys are limited to 8 KiB,
+    too short for a list of 2,000 ranks."""
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
@@ -137,7 +144,7 @@ def _bytes_of(data: bytes) -> Tensor:  # uint8
 
 
 def lane_of(ranks: Ranks) -> Lane:
-    """Return the open lane of these ranks (ascending, including this one), created on first use."""
+    """Return the open lane of these ranks (ascending, including this rank). It is created on first use."""
     world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
@@ -149,8 +156,8 @@ def lane_of(ranks: Ranks) -> Lane:
 
 
 def close_lane(ranks: Ranks) -> None:
-    """Close the lane of these ranks if this rank has one. Creating one just to close it would make its sequence number
-    differ from that on the other ranks."""
+    """Close the lane of these ranks if this rank has created it. Creating it just to close it would make the sequence
+    number of the next lane differ between ranks."""
     made = MADE.get(default_group()) if default_group() is not None else None
     if made is not None and ranks in made.lanes:
         made.lanes[ranks].close()

@@ -5,28 +5,31 @@ A step, gradient clipping and QK-clip are such calls. Each implements `Call`, wh
 agree on; `agree` decides whether all ranks proceed or all raise.
 
 [Note: why a component votes together]
-    Ranks belong to sets: a mesh axis, a process group, the ranks that share a parameter. If a rank in two sets voted
-    in them one after the other, it might learn of a fault in the second set after the first has proceeded: this
-    happened for 12 of 16 faults on a 4 x 4 mesh of rows and columns, and 2 of 4 on a chain of pairs. So all ranks that
-    are connected through sets, directly or indirectly (a connected component), take part in one vote. First each rank
-    must discover its component, by flooding: in each round, every rank sends all entries that it knows to each of its
-    sets. A rank knows the whole component once it has the entry of every rank that any entry names. From these entries
-    it computes the round after which the last rank has them all, and all ranks stop after that round.
+    A rank belongs to sets of ranks: those of a mesh axis, of a process group, or that share a parameter. If a rank in
+    two sets voted first in one and then in the other, it might learn of an error in the second set after the ranks of
+    the first have proceeded. This happened for 12 of 16 errors on a 4 x 4 mesh of rows and columns, and for 2 of 4 on a
+    chain of pairs. Therefore all ranks that are connected through sets, directly or indirectly (a connected component),
+    take part in one vote. Before the first vote, each rank must discover its component, by flooding: in each round,
+    every rank sends all entries that it knows to each of its sets, where the entry of a rank lists the sets to which
+    the rank belongs. A rank knows the whole component once it has the entry of every rank that any entry names. From
+    these entries it computes the round after which the last rank has them all, and all ranks stop after that round.
 
 [Note: the message]
-    A message holds the version of its format, the rank's phase, flags, a sum of digests and presence bits. Phases,
-    flags and bits are merged by "or". Digests must be equal within each set of ranks, and one sum checks all sets at
-    once: for each of its sets S of n ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128, and each other rank
-    subtracts h(S, digest), where h is a hash of both. Equal digests cancel. Unequal digests leave a sum of different
-    hashes with nonzero coefficients from -n to n, which is 0 with a probability of at most n / 2^128. Messages of
-    different phases, versions or numbers of presence bits can still be merged: different phases show in the merged
-    phases, and the UNLIKE flag reports different versions or numbers of bits.
+    A message has the version of its format, the rank's phase (the operation on which it votes), flags, a sum of
+    digests, and presence bits (for gradients that only some ranks have). Phases, flags and bits are merged by "or".
+    Digests must be equal within each set of ranks, and one sum checks all sets at once: for each of its sets S of n
+    ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128, and each other rank subtracts h(S, digest), where h is
+    a hash of both. Equal digests cancel. Unequal digests leave a sum of different hashes with nonzero coefficients from
+    -n to n, which is 0 with a probability of at most n / 2^128. Messages with different phases, versions or numbers of
+    presence bits can still be merged: different phases show in the merged phases, and the UNLIKE flag reports different
+    versions or numbers of bits.
 
 [Note: who votes]
-    The component, all ranks that are connected through parameters and process groups, votes before each call. A rank
-    without a cached binding from an earlier call reports this in a vote with the ranks that it last voted with. If it
-    has never voted, it does not know its component either: it reports this in votes of its largest sets (usually one
-    set, the component itself), so that ranks with a cached binding learn of it. Then all ranks rebuild the binding.
+    Before each call, all ranks that are connected through parameters and process groups (the component) vote. They need
+    a binding: data that they have built together, such as a plan, and cache from one call to the next. A rank without a
+    cached binding reports this in a vote with the ranks with which it last voted. If it has never voted, it does not
+    know its component either. Then it reports this in votes of its largest sets (usually one set, the component
+    itself), so that ranks with a cached binding learn of it. After that, all ranks rebuild the binding.
 """
 
 from __future__ import annotations
@@ -49,11 +52,12 @@ from shardmuon.errors import Refused, fault_text, ranks_text, told_by
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-MOST_BITS = 8 * (LARGEST - 256)  # presence bits that a message has room for beside its other fields
+MOST_BITS = 8 * (LARGEST - 256)  # presence bits that fit in a message besides its other fields
 
 
 class Unlike(ValueError):
-    """An error that several ranks find in gathered data, such as a mismatch. Messages blame no single rank for it."""
+    """Error that several ranks find in the same gathered data, such as a mismatch. Its message names no rank as the one
+    at fault."""
 
 
 class Fault:
@@ -70,13 +74,14 @@ class Fault:
     cause: BaseException | None = None
 
     def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
-        """Record an error text unless one is recorded already. `own`: prefix it with "rank R: ", this rank."""
+        """Record an error text unless one is recorded already. If `own`, the text gets the prefix "rank R: " with this
+        rank."""
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
     def note(self, error: BaseException) -> None:
         """Record an exception of any class."""
-        if isinstance(error, Refused):  # raised on all ranks, so it already names the rank at fault
+        if isinstance(error, Refused):  # raised on all ranks, so its text already names the rank at fault
             self.add(str(error), error.cause, own=False)
         else:
             self.add(fault_text(error), error, own=not isinstance(error, Unlike))
@@ -111,7 +116,7 @@ class Flag(IntFlag):
         STALE: The rank's cached binding is missing or does not match its parameters.
         AUDIT: The rank requests an audit of this step.
         UNLIKE: Messages with different versions or different numbers of presence bits were merged.
-        BEYOND: The rank also belongs to sets that are not part of this vote.
+        BEYOND: The rank also belongs to sets of ranks that do not take part in this vote.
     """
 
     NONE = 0
@@ -126,9 +131,9 @@ class Ballot(NamedTuple):
     """One rank's message in a vote.
 
     Attributes:
-        phase: The operation that it votes on.
+        phase: The operation on which the rank votes.
         flags: Conditions on this rank.
-        digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set with this rank.
+        digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set of this rank.
         presence: One bit per fact that only some ranks know ("has this gradient"); merged by "or".
         num_bits: Number of bits in `presence`, equal on all ranks.
     """
@@ -144,7 +149,7 @@ class Verdict(NamedTuple):
     """The result of a vote, the same on all ranks of the component.
 
     Attributes:
-        phase, flags: Merged by "or" over all ranks.
+        phase, flags: Phases and flags of all ranks, merged by "or".
         alike: True if the digests of each set are equal.
         presence: Presence bits, merged by "or" over all ranks.
     """
@@ -183,7 +188,7 @@ def _merged(a: _Message, b: _Message) -> _Message:
 
 
 def digest_of(value: object) -> bytes:
-    """Hash the text of plain data to 16 bytes, equal in every process."""
+    """Hash the `repr` of plain data to 16 bytes. Equal data has the same hash in every process."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
@@ -222,7 +227,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
         fault: This rank's error, if it has one.
         component: All ranks that make this call.
         phase: The operation that follows.
-        asked: This rank's bit of the result.
+        asked: This rank's contribution to the result.
 
     Returns:
         `asked`, merged by "or" over all ranks.
@@ -234,7 +239,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
     flags = Flag.NONE if fault.text is None else Flag.FAULT
     verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
     if verdict.flags or verdict.phase != phase:
-        gather({}, component, fault)  # every refused call gathers here, whatever its phase
+        gather({}, component, fault)  # after a failed vote, ranks that voted on other operations gather, too
         raise _other_call(component, verdict.phase)
     return bool(verdict.presence)
 
@@ -284,8 +289,8 @@ def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseEx
         rank: This rank.
         entry: This rank's entry.
         before: The previous component, if there was one. Its ranks compare their sets first, so that a set which only
-            some of its ranks list raises an error that names the set. Without `before`, ranks that list such a set
-            wait for the time-out.
+            some of its ranks list raises an error that names the set. Without `before`, ranks that list such a set wait
+            until the timeout.
         cause: The exception behind `entry.fault`.
 
     Returns:
@@ -314,13 +319,13 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 
 
 def _largest(sets: Sequence[Ranks]) -> list[Ranks]:
-    """Return the sets that are not a proper subset of another one."""
+    """Return the sets that are not a proper subset of another set."""
     return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
 
 def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
-    """Yield the sets to exchange entries with, round by round, until `known` has the whole component. At each set, the
-    caller shares `known` with its ranks and adds their entries to `known`.
+    """Yield the sets of ranks with which to exchange entries, round by round, until `known` has the whole component.
+    For each set, the caller sends `known` to its ranks and adds their entries to `known`.
 
     All ranks of a component stop after the same round, provided that each set is listed by all of its ranks.
     """
@@ -331,8 +336,8 @@ def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
 
 
 def _num_rounds(known: Known) -> float:
-    """Number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while `known`
-    lacks an entry of a rank that it names."""
+    """Compute the number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while
+    `known` lacks the entry of a rank that it names."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf
@@ -376,7 +381,8 @@ class Agreed:
         token: Bytes that identify the binding, equal on all of its ranks.
         sets: Set of ranks that share parameters -> indices of these parameters, small sets first; without sets of one
             rank.
-        world: Token of the default process group of its creation; the binding is invalid under any other.
+        world: Token of the default process group when the binding was made. Under any other one, the binding is
+            invalid.
     """
 
     def __init__(self, component: Ranks, token: bytes, sets: Mapping[Ranks, tuple[int, ...]]) -> None:
@@ -389,13 +395,14 @@ _K = TypeVar("_K", bound=Agreed)
 
 
 class Call(ABC, Generic[_K]):
-    """One rank's side of a collective call: a step, gradient clipping, QK-clip. Except for `renew`,
-    its methods run inside a guard (`Fault`), so they may raise any exception.
+    """One rank's side of a collective call: a step, gradient clipping, QK-clip. Except for `renew`, its methods run
+    inside a guard (`Fault`) that records exceptions, so they may raise any exception.
 
     Attributes:
         phase: The operation to vote on.
-        renews: If ranks hold different cached bindings: True rebuilds them, False raises an error.
-        doing, rule: Parts of messages: a verb ("clip"), and a sentence on what these ranks must do alike.
+        renews: What to do if ranks have different cached bindings. True: rebuild them. False: raise an error.
+        doing: Verb for error messages ("clip").
+        rule: Sentence for error messages that says what must be the same on all of these ranks.
     """
 
     phase: Phase
@@ -405,15 +412,15 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """Return the cached binding of the last call, or None if there is none that applies to this call."""
+        """Return the cached binding of the last call; None if there is none, or if it does not apply to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
         """True if the cached binding `kept` matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
-        """Return the ranks of the last vote, for a rank without a cached binding. None: it has not voted yet, or not
-        under the current default process group."""
+        """Return the ranks of the last vote, for a rank without a cached binding. None if it has not voted yet under
+        the current default process group."""
         return None
 
     @abstractmethod
@@ -423,7 +430,7 @@ class Call(ABC, Generic[_K]):
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
         """Rebuild the cached binding. Collective over the component. Runs outside any guard, so it records exceptions
-        in `fault` itself. `before`: the ranks that have voted together, if known."""
+        in `fault` itself. `before` has the ranks that last voted together, if known."""
 
     @abstractmethod
     def read(self, kept: _K) -> Ballot:
@@ -435,8 +442,8 @@ class Call(ABC, Generic[_K]):
         """Return text lines for the inputs of a set's digest, to show where ranks differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Message about the first difference between the ranks of a set. `everyone`: each rank's lines; None for a rank
-        that does not list the set."""
+        """Format an error message about the first difference between the ranks of a set. `everyone` has the lines of
+        each rank, or None for a rank that does not list the set."""
         told = [lines or ["nothing to say"] for lines in everyone]
         each = zip(ranks, told, strict=True)
         pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
@@ -465,7 +472,7 @@ def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Ve
     """
     while True:
         kept, ballot, flags = fresh, Ballot(call.phase), Flag.NONE
-        with fault:  # always guarded between two collectives: the other ranks wait for this one
+        with fault:  # errors must not keep this rank from voting, since the other ranks wait for it
             if kept is None:
                 last = call.known()
                 kept = last if last is not None and last.world == current_world() else None
@@ -491,7 +498,7 @@ def renewed(call: Call[_K], fault: Fault) -> _K:
     """Rebuild the binding on a rank that has none. Collective over the component: ranks with a cached binding learn of
     the rebuild in their vote, see [Note: who votes]."""
     sets, component = list[Ranks](), None
-    for _ in range(2):  # retried after an interrupt, since the other ranks wait for this one
+    for _ in range(2):  # a second try after an interrupt, since the other ranks wait for this rank
         with fault:
             before = call.before()
             sets = _largest(in_order(call.sets(fault) if before is None else [before]))
@@ -506,8 +513,8 @@ def renewed(call: Call[_K], fault: Fault) -> _K:
 def _refuse_unless_stale(
     call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
 ) -> None:
-    """Find out collectively why the vote failed, and raise Refused on every rank. Returns on every rank if the only
-    problem is that ranks hold different cached bindings (with `call.renews`), so that they rebuild them."""
+    """Find out collectively why the vote failed, and raise Refused on every rank. If ranks have different cached
+    bindings and `call.renews` is True, return on every rank instead, so that they are rebuilt."""
     component, token = kept.component, kept.token if call.renews else b""
     everyone = gather({(): token, **digests}, component, fault)
     if verdict.phase != call.phase:

@@ -1,15 +1,18 @@
-"""Clip all gradients by one norm for the whole job, however the parameters are sharded: the same bits on every rank, or
-an error on every rank.
+"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded: the same bits on every
+rank, or an error on every rank.
 
 [Note: who sums with whom]
-    All ranks that are connected by shared parameters or by a `process_group` sum one norm. Of ranks that store the same
-    data, one counts it. The user may not have said whether a plain tensor is a replica, as under DDP, or the rank's
-    own; nor whether DTensors on a part of the ranks, such as the data axis of a mesh, have replicas on the other parts
-    (layers that tensor parallelism left plain) or not (experts, pipeline stages). Gradients of such tensors, called
-    loose here, are taken as replicas if the norm of all those of one shape is equal on ranks of one position in their
-    sets, and count once.
-    Ranks that share other parameters must have equal loose gradients of plain tensors (replicas that differ were not
-    averaged), unless all of these ranks are in one `process_group`.
+    All ranks that are connected by shared parameters or by a `process_group` compute one norm together. If several
+    ranks store the same data, only one of them counts it.
+
+    For some tensors, it is not known whether other ranks have replicas. A plain tensor may be a replica, as under DDP,
+    or a rank's own. DTensors on some of the ranks, such as one data-parallel axis of a mesh, may have replicas on the
+    others (layers that tensor parallelism does not shard) or not (experts, pipeline stages). The gradients of such
+    tensors are called loose. They are treated as replicas, and count once, if ranks with the same position in their
+    sets of ranks have equal norms of all those of one shape together.
+
+    Ranks that share other parameters must have equal loose gradients of plain tensors, since unequal ones are probably
+    replicas that were not averaged. This does not apply if all of these ranks are in one `process_group`.
 """
 
 from __future__ import annotations
@@ -53,41 +56,40 @@ def clip_grad_norm_(
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
 
     Call this after the last backward pass of a step and before `step()`, on every rank that shares a parameter, even if
-    the rank has no gradients. Muon's and AdamW's parameters, DTensors on any meshes and plain tensors count alike, each
-    element once. The norm is summed in fp64 and rounded to fp32, and has the same bits on every rank. docs/clipping.md
-    says how clipping affects Muon, and which ranks sum.
+    the rank has no gradients. Parameters of Muon and of AdamW, DTensors on any meshes and plain tensors are treated in
+    the same way, and each element counts once. The norm is summed in fp64 and rounded to fp32, and has the same bits on
+    every rank. docs/clipping.md explains how clipping affects Muon, and which ranks compute a norm together.
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
-            optimizer or groups: only they can say over which `process_group` or `tp_group` plain tensors are sharded
-            (() for none).
+            optimizer or groups: only they can say on which `process_group` or `tp_group` plain tensors are replicas or
+            shards (() for none).
         max_norm: Largest allowed norm.
         norm_type: p > 0 of the p-norm; inf for the largest absolute value.
         error_if_nonfinite: Raise if the norm is inf or nan. Otherwise gradients are multiplied by 0 or nan, as torch
             does.
         process_group: Also sum over the ranks of this group, and over all ranks that share parameters with one of them.
-            Needed for pipeline stages and for experts of one rank.
+            Needed for pipeline stages, and for experts that only one rank has.
 
     Returns:
         The norm before clipping, on the device of the first parameter.
 
     Raises:
-        ValueError: Gradients or arguments are wrong here or on another rank. Raised on every rank; no gradient has been
-            scaled.
+        ValueError: Gradients or arguments are wrong on some rank. Raised on every rank; no gradient has been scaled.
         TypeError: Parameters are given as a set, whose order differs between ranks.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. Raised on every rank.
-        ExchangeError: A rank died or hung, or something was raised here after the ranks had agreed on the norm. This
-            rank's gradients are set to None, so that no rank steps with them.
+        ExchangeError: A rank died or hung, or this rank failed after the ranks had agreed on the norm. This rank's
+            gradients are set to None, so that no rank takes a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if isinstance(parameters, SETS):  # before any communication, so no rank waits for one that raises
+    if isinstance(parameters, SETS):  # checked before any communication, so that no rank waits
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        parameters = list(parameters)  # read more than once
+        parameters = list(parameters)  # an iterator can be read only once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
-    for _ in range(2):  # try twice: other ranks wait for this one, and an interrupt may be over
+    for _ in range(2):  # a second try after an interrupt, since other ranks wait for this rank
         with fault:
             listed = _listed_of(parameters, fault)
             break
@@ -95,7 +97,7 @@ def clip_grad_norm_(
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
         refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
-    if refused is not None:  # on every rank alike: a framework owns the gradients and clips them itself
+    if refused is not None:  # every rank raises this: a framework owns the gradients and clips them itself
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
@@ -119,7 +121,7 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Set this rank's gradients to None and raise if something fails here after the last communication.
+    """Set this rank's gradients to None and raise an error if this rank fails after the last communication.
 
     Other ranks cannot learn of the failure and continue with scaled gradients; the next step is then refused on every
     rank that shares these parameters.
@@ -141,19 +143,20 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
 
 _Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
-_ALIGN = 1  # presence bit: gradients to redistribute first
+_ALIGN = 1  # bit in the vote: some gradients must be redistributed first
 _OPTIONS = ("process_group", "tp_group")
-_Key = tuple[str, int, Group, Engine, object]  # a parameter's name, id, options, engine and the engine's signature
+# name, id, options and engine (layout adapter) of a parameter, and the engine's summary of the parameter's layout
+_Key = tuple[str, int, Group, Engine, object]
 
 
 def _listed_of(source: _Source, fault: Fault) -> list[Listed]:
-    """The parameters of an optimizer, module, tensor or list, in the user's order."""
+    """List the parameters of an optimizer, module, tensor or list, in the user's order."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        options = {**{key: group.get(key) for key in _OPTIONS}, "use_muon": False}  # no matrices are read
+        options = {**{key: group.get(key) for key in _OPTIONS}, "use_muon": False}  # clipping needs no matrices
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
@@ -167,21 +170,22 @@ def _listed_of(source: _Source, fault: Fault) -> list[Listed]:
 
 
 class _BoundGradients(Agreed):
-    """Cached layouts of the clipped parameters, built by all ranks of a component together. Holds no reference to a
+    """Cached layouts of the parameters to be clipped, which all connected ranks build together. Has no reference to a
     tensor.
 
     Attributes:
-        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
-        engines: The engine that reaches the storage of each parameter.
-        key: Cache key: changes with parameters, layouts and options.
-        counted: Indices of the parameters whose local data this rank counts (other ranks that store the same do not).
+        beyond: The ranks of `process_group`, ascending; None if it has no rank besides this one.
+        engines: For each parameter, the engine that gives access to its local storage.
+        key: Cache key, which changes with parameters, layouts and options.
+        counted: Indices of the parameters whose local data this rank counts; other ranks with the same data do not.
         loose: (set of ranks, shape) -> indices of its tensors that may have replicas on other ranks, see [Note: who
-            sums with whom]; plain tensors are those of this rank alone.
+            sums with whom]. For a plain tensor, the set has this rank only.
         lines: Text about each parameter, equal on all ranks that share it.
         compared: True for each parameter that must have a gradient on all ranks that share it, or on none.
         in_order: Indices of the parameters in the order of communication: small sets of ranks first, then as listed.
-        together: Ranks with which this one shares parameters; () if `beyond` contains all of them.
-        replicas: The different `together` of all ranks. Loose gradients must be equal within each of these sets.
+        together: Ranks with which this rank shares parameters; () if `beyond` contains all of them.
+        replicas: The different values of `together` on all ranks. Loose gradients of plain tensors must be equal within
+            each of these sets.
     """
 
     replicas: set[Ranks]
@@ -213,17 +217,18 @@ class _BoundGradients(Agreed):
 
 
 def _key_of(params: Sequence[Listed]) -> list[_Key]:
-    """Cache key for a list of parameters. It has their ids: if a new tensor reuses an id and has the same layout, the
-    cached table is valid for it, too."""
+    """Make the cache key for a list of parameters. It contains their ids. A new tensor may reuse an id; if it also has
+    the same layout, the cached layouts are valid for it, too."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """True if this rank counts its part of a tensor in the norm: it is the first of the ranks that store this part.
+    """True if this rank counts its part of a tensor in the norm, because it is the first of the ranks that store this
+    part.
 
     Raises:
-        ValueError: This rank is the first for some of its pieces, but not for all of them.
+        ValueError: This rank is the first for some of its pieces of the tensor, but not for all of them.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -236,12 +241,12 @@ def _counts(layout: ParamLayout) -> bool:
 
 
 class _Counted(NamedTuple):
-    """Norms of the gradients that a rank counts.
+    """Norms of the gradients that one rank counts.
 
     Attributes:
-        own: Norm of elements that no other rank counts.
-        loose: For each set of ranks and shape with loose gradients, their fingerprint and norm here, see [Note: who
-            sums with whom]. Fingerprints are equal on ranks where they are replicas.
+        own: Norm of the elements that no other rank counts.
+        loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]), a fingerprint and
+            the norm of this rank's part of them. Replicas have equal fingerprints.
         plain: Fingerprints of the loose gradients of plain tensors.
     """
 
@@ -250,7 +255,7 @@ class _Counted(NamedTuple):
     plain: tuple[bytes, ...] = ()
 
 
-# Cache: first parameter of a list -> the table of the last such list
+# Cache: first parameter of a list -> layouts of the parameters in the last list that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
@@ -261,11 +266,11 @@ class _Clipping(TableCall[_BoundGradients]):
     Attributes:
         params: This rank's parameters.
         norm_type: p of the p-norm.
-        text: The caller's arguments, which must be equal on all ranks.
-        fault: Errors found on this rank so far.
-        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
-        held: Index of a parameter -> local storage of its gradient; parameters without a gradient here are left out.
-        states: NONE, READY or MISPLACED for each gradient.
+        text: The caller's arguments as text, which must be equal on all ranks.
+        fault: This rank's error so far, if it has one.
+        beyond: The ranks of `process_group`, ascending; None if it has no rank besides this one.
+        held: Index of a parameter -> local storage of its gradient, if this rank has a part of the gradient.
+        states: For each gradient NONE, READY, or MISPLACED if its layout is not the parameter's.
         counted: Norms of the gradients that this rank counts.
     """
 
@@ -284,7 +289,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        return found if found is not None and found.beyond == self.beyond else None  # so that the same ranks vote
+        # with another `process_group`, other ranks take part in the vote
+        return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
         return kept.key == _key_of(self.params)
@@ -298,11 +304,11 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        if all(has_params for _, has_params in everyone):  # the cache is keyed by a rank's first parameter
+        if all(has_params for _, has_params in everyone):  # a rank without parameters would have no cache key
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute the norms that it counts, and prepare its ballot."""
+        """Read this rank's gradients, compute the norms that it counts, and return its ballot."""
         self.states, self.held = [NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             with about(one.name):
@@ -321,8 +327,8 @@ class _Clipping(TableCall[_BoundGradients]):
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
     def _read_one(self, number: int, kept: _BoundGradients) -> None:
-        """Record the state and the storage of a gradient. Raises ValueError (without the parameter's name) for an
-        unusable one."""
+        """Record the state and the local storage of a gradient. Raises ValueError (without the parameter's name) if the
+        gradient is unusable."""
         param, engine = self.params[number].param, kept.engines[number]
         if param.grad is None:
             return
@@ -335,16 +341,17 @@ class _Clipping(TableCall[_BoundGradients]):
             self.held[number] = local
 
     def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
-        """States of the gradients that must be present on all of these ranks or on none, as bytes."""
+        """Return, as bytes, the states of the gradients that must exist on all of these ranks or on none."""
         return bytes([self.states[number] for number in kept.sets.get(ranks, ()) if kept.compared[number]])
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
-        """Lines of text that ranks compare: the arguments, then shared parameters with their gradients' states."""
+        """Return lines of text that ranks compare: the arguments, then one line per shared parameter with the state of
+        its gradient."""
         words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
-        """Redistribute gradients to their parameters' placements, in one order on all ranks that share any of them.
+        """Redistribute gradients to the placements of their parameters, in the same order on all ranks that share them.
         Collective."""
         for number in bound.in_order:
             param = self.params[number].param
@@ -353,7 +360,7 @@ class _Clipping(TableCall[_BoundGradients]):
                 param.grad = bound.engines[number].align(param.grad, param)
 
     def norm(self) -> float:
-        """The norm of all gradients over all ranks. Collective over the component.
+        """Compute the norm of all gradients on all connected ranks. Collective over these ranks.
 
         Raises:
             Refused: Gradients or arguments are wrong on some rank. Raised on every rank; nothing has been scaled.

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from shardmuon._torch import flattened, foreach_norm
 
-_SMALL = 1 << 12  # elements: below this a norm of its own costs more than a copy
-_CHUNK = 1 << 22  # elements: CPUs copy to fp64 before they sum, and this bounds the size of the copy
+_SMALL = 1 << 12  # elements; smaller tensors are concatenated, since a copy takes less time than a separate norm
+_CHUNK = 1 << 22  # elements; CPUs copy to fp64 before they sum, and this bounds the size of the copy
 
 
 def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """The p-norm of all elements of the tensors, as one vector. Syncs once per device and dtype."""
+    """Compute the p-norm of all elements of the tensors, taken as one vector. Waits for the result once per device and
+    dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         small = [part for part in alike if part.numel() < _SMALL]
@@ -40,14 +41,15 @@ def _chunks(storage: Tensor) -> list[Tensor]:
 
 
 def combine(norms: Iterable[float], norm_type: float) -> float:
-    """The p-norm of a vector from the p-norms of its parts. The order of the parts does not matter."""
+    """Compute the p-norm of a vector from the p-norms of its parts. The order of the parts does not change the
+    result."""
     values = [norm for norm in norms if norm != 0.0]
     if any(map(math.isnan, values)):
         return math.nan
     largest = max(values, default=0.0)
     if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
         return largest
-    exponent = math.frexp(largest)[1]  # powers of two scale exactly, so that no power overflows
+    exponent = math.frexp(largest)[1]  # scaling by a power of two is exact and avoids overflow
     power = math.fsum([math.ldexp(value, -exponent) ** norm_type for value in values])
     root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
     return math.ldexp(root, exponent) if math.frexp(root)[1] + exponent <= 1024 else math.inf

@@ -1,13 +1,15 @@
-"""Loss scaling for fp16 with sharded gradients: either all ranks skip a step or none does, and all scales stay equal.
+"""Loss scaling for fp16 with sharded gradients: all ranks skip a step or none does, and the scale is equal on all
+ranks.
 
 [Note: what torch's scalers agree on]
     torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. If one rank skips a step and others do
-    not, they wait forever; if the scale drops on some ranks only, the next gradients are wrong. With DTensors, torch
-    (2.11 .. 2.13) reduces `found_inf` over the axes that shard the *first* gradient of each dtype and device: right if
-    all parameters are sharded alike, wrong for, say, a replicated norm before sharded weights. It refuses a mix of
-    plain tensors and DTensors. ShardedGradScaler reduces over a process group, but refuses such a mix too. An optimizer
-    that decides by itself (`_step_supports_amp_scaling`) could make all ranks skip, but could not lower the scale on
-    ranks with finite gradients, and frameworks refuse to clip for such optimizers.
+    not, these others wait forever; if the scale drops on some ranks only, the next gradients are wrong. With DTensors,
+    torch (2.11 .. 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each dtype and
+    device. This is right if all parameters have the same sharding, but wrong if, for example, the weight of a norm
+    layer is replicated and comes before sharded weights. It refuses a mix of plain tensors and DTensors.
+    ShardedGradScaler reduces over a process group, but refuses such a mix, too. An optimizer that decides by itself
+    (`_step_supports_amp_scaling`) could make all ranks skip a step, but could not lower the scale on ranks with finite
+    gradients, and frameworks refuse to clip gradients for such optimizers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from shardmuon.layout.engines.base import named_params
 class GradScaler(torch.amp.GradScaler):
     """Drop-in replacement for torch.amp.GradScaler that works with any layout and any optimizer.
 
-    If any rank has an infinite or nan gradient, `step` leaves weights, momentum and counters unchanged on all ranks,
+    If any rank has an infinite or NaN gradient, `step` leaves weights, momentum and counters unchanged on all ranks,
     and `update` lowers the scale on all ranks. To clip, call `unscale_`, then `shardmuon.clip_grad_norm_`, then `step`.
     Scaling by powers of two (the default) does not change the bits of fp32 updates, except for values too small or too
     large to scale.
@@ -37,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: Device of the scale, "cuda" or "cpu".
         init_scale: Initial scale.
-        growth_factor: Factor for the scale after `growth_interval` steps without an infinite or nan gradient.
+        growth_factor: Factor for the scale after `growth_interval` steps without an infinite or NaN gradient.
         backoff_factor: Factor for the scale after a skipped step.
         growth_interval: Number of steps before the scale grows.
         enabled: False disables scaling: `step` only calls `optimizer.step()`.
@@ -45,8 +47,8 @@ class GradScaler(torch.amp.GradScaler):
             all ranks.
 
     Raises:
-        ValueError: In `unscale_` and `step`, on every rank: some rank has gradients that are fp16 or sparse. Repeat the
-            step from its forward pass, because some gradients have already been unscaled.
+        ValueError: Some rank has gradients that are fp16 or sparse. Raised by `unscale_` and `step`, on every rank.
+            Repeat the step from its forward pass, because some gradients may already have been unscaled.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -72,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 
-    def _unscale_grads_(  # torch's own ShardedGradScaler overrides this method, too (2.11 .. 2.13)
+    def _unscale_grads_(  # ShardedGradScaler in torch 2.11 .. 2.13 overrides this method, too
         self,
         optimizer: Optimizer,
         inv_scale: Tensor,  # 0-dim, fp32
@@ -82,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale every gradient in place, and set `found_inf` on all ranks if any rank has a gradient that is not
         finite. Collective."""
         fault, bad = Fault(), False
-        with fault:  # the other ranks must learn of any error
+        with fault:  # errors raised in this block are reported to the other ranks
             bad = _unscale_here(optimizer, inv_scale, allow_fp16, fault)
         group = default_group() if self._process_group is None else self._process_group
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
@@ -92,8 +94,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _unscale_here(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fault: Fault) -> bool:
-    """Multiply this rank's gradients by `inv_scale` in place, or none if one is unusable (added to `fault`). True if
-    any is not finite."""
+    """Multiply this rank's gradients by `inv_scale` in place. If any of them is unusable, record this in `fault` and
+    change none. Return True if any gradient is not finite."""
     named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
     grads = [(name, param.grad) for name, param in named if param.grad is not None]
     for name, grad in grads:

@@ -1,1 +1,1 @@
-"""Stored momentum: dtype, device, 8-bit codes and stochastic rounding. Knows no plan."""
+"""Stored momentum: dtype, device, 8-bit codes and stochastic rounding. Independent of plans."""

@@ -1,6 +1,5 @@
-"""The keeper of an optimizer's momentum: decides its dtype and device, and creates, converts and checks its state.
-
-Knows parameters, their state and their local storage; the arithmetic is in stores.py.
+"""The keeper of an optimizer's momentum. It determines the dtype and device in which momentum is stored, and creates,
+converts and checks the stored momentum of each parameter. The arithmetic is in stores.py.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, which also has a "step"
 
 
 class Keeper:
-    """An optimizer's choices about stored momentum and rounding.
+    """The choices of an optimizer about stored momentum and rounding, with methods that create, convert and check
+    stored momentum.
 
     Args:
         dtype: Dtype of stored momentum: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
@@ -43,8 +43,8 @@ class Keeper:
         rounds_weights: True if bf16 weights are rounded stochastically.
 
     Attributes:
-        rounds: True if momentum or weights are rounded stochastically; ranks must then agree on parameter names, and
-            steps are counted.
+        rounds: True if momentum or weights are rounded stochastically. Steps are then counted, and ranks must agree on
+            parameter names, because random bits depend on both.
         as_computed: True if momentum is stored on the device that computes it, without stochastic rounding.
     """
 
@@ -54,11 +54,11 @@ class Keeper:
         self.as_computed = not self.rounds and device is None
 
     def text(self) -> str:
-        """Text of these choices, which ranks compare."""
+        """Format the dtype and rounding for comparison between ranks."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
-        """Stored dtype and device of the momentum and its scales, by state key.
+        """Return the dtype and device in which the momentum, and its scales if there are any, are stored, by state key.
 
         Args:
             like: A tensor on the parameter's device.
@@ -72,8 +72,8 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------- state
 
     def is_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0) -> bool:
-        """True if a parameter's state can be used as it is: it holds only the momentum (and the state of stages), in
-        the dtype and on the device of the gradient. So it is in nearly every step; otherwise call `fit`.
+        """True if a parameter's state can be used as it is: it has only the momentum (and state of the variant), in the
+        dtype and on the device of the gradient. This is so in nearly every step; otherwise, call `fit`.
 
         Args:
             state: State of the parameter.
@@ -92,18 +92,18 @@ class Keeper:
         identity: str,  # the parameter's name, the same on all ranks
         view: MatrixView,
         grad: Tensor,  # local storage
-        state: MutableMapping[str, Any],  # the parameter's: completed here, and its step counted up
+        state: MutableMapping[str, Any],  # the parameter's state; updated in place, including its step count
     ) -> tuple[Tensor, Rounding]:
         """Create or convert a parameter's stored momentum as needed for this step.
 
         Returns:
-            Local storage of the momentum (or of its codes), and the random bits for rounding momentum and weights.
+            Local storage of the momentum (or of its 8-bit codes), and how to round momentum and weights.
         """
         stream = weights = None
         count = count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
-            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # same dtype as torch's step counts
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
                 stream = Stream.of(identity, "momentum", count, cols)
@@ -124,10 +124,10 @@ class Keeper:
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
     def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Zeros for a parameter's momentum and its scales, by state key.
+        """Create zeros for a parameter's momentum, and for its scales if it has any, by state key.
 
         Args:
-            like: Local storage of the parameter or its gradient: gives shape and device.
+            like: Local storage of the parameter or its gradient, which determines shape and device.
             dtype: Dtype in which the momentum is computed.
             num_row_dims: Number of leading dims that are rows.
         """
@@ -138,14 +138,14 @@ class Keeper:
         return {key: torch.zeros(shapes[key], dtype=kind, device=place) for key, (kind, place) in kinds.items()}
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """Decoded momentum of this rank's part of a parameter, in the shape of its local storage; None before the
+        """Decode the momentum of this rank's part of a parameter, in the shape of its local storage. None before the
         first step."""
         return _decoded(_stored(engine, state))
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
-        """Fill in a parameter's initial state: zeros, and a step count of 0 where steps are counted."""
+        """Create a parameter's initial state: zeros, and a step count of 0 if steps are counted."""
         _forget_adamw(state)
         engine = engine_of(param)
         stored = self._zeros(engine.storage(param), gradient_dtype(param) or param.dtype, num_row_dims)
@@ -154,8 +154,8 @@ class Keeper:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """A loaded state tensor in this optimizer's dtype and on its device. Conversion from or to 8-bit codes is left
-        to the next step, which knows the layout."""
+        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
+        8-bit codes is left to the next step, because it takes the parameter's layout."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = SCALE_DTYPE
@@ -165,7 +165,7 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Local storages of a parameter's momentum and scales, by state key; missing ones are left out."""
+    """Return the local storages of a parameter's momentum and scales that exist, by state key."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 
@@ -177,7 +177,8 @@ def _keep(
     shape: Ints,
     num_row_dims: int,
 ) -> None:
-    """Put local storages into a parameter's state, wrapped as the parameter is. `shape`: its global shape."""
+    """Put local tensors into a parameter's state, as DTensors if the parameter is one. `shape` is the global shape of
+    the parameter."""
     state[BUFFER] = engine.wrap(stored[BUFFER], param)
     if SCALE in stored:
         state[SCALE] = engine.wrap(stored[SCALE], param, scale_shape(shape, num_row_dims))
@@ -192,7 +193,7 @@ def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def count_of(state: Mapping[str, Any]) -> int:
-    """Number of steps that Muon has counted for a parameter. A `step` left over from AdamW counts as 0."""
+    """Return the number of steps that Muon has counted for a parameter. A `step` left over from AdamW counts as 0."""
     return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
 
 
@@ -201,14 +202,15 @@ def _was_adamws(state: Mapping[str, Any]) -> bool:
 
 
 def _forget_adamw(state: MutableMapping[str, Any]) -> None:
-    """Drop AdamW's state of a parameter that is now Muon's; it would be stale if AdamW took the parameter back."""
+    """Remove AdamW's state from a parameter that Muon now updates; it would be stale if AdamW took over again."""
     if _was_adamws(state):
         for key in (STEP, *MOMENTS):
             state.pop(key, None)
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype | None:
-    """Dtype of a parameter's gradient. None: unknown until there is a gradient (`param.grad_dtype` is None)."""
+    """Return the dtype of a parameter's gradient; None if it is unknown until there is a gradient (`param.grad_dtype`
+    is None)."""
     if param.grad is not None:
         return param.grad.dtype
     dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
@@ -216,7 +218,8 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
 
 
 def offloaded_from(param: Tensor) -> torch.device | None:
-    """The accelerator from which a parameter was offloaded to the CPU; None if it was not, or does not say."""
+    """Return the accelerator from which a parameter was offloaded to the CPU; None if it was not offloaded, or if the
+    tensor does not show it."""
     if is_bare(param):
         return None
     if not is_dtensor(param):
@@ -228,7 +231,8 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 
 
 def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
-    """(rank, text on what the rank holds) for each piece or matrix that begins or ends inside a block of columns."""
+    """Find the shards and matrices that begin or end inside a block of columns with one scale. Yields for each the rank
+    and a text about what the rank stores."""
     view = layout.view
     dim = view.num_row_dims
     inner = math.prod(view.shape[dim + 1 :])
@@ -248,8 +252,9 @@ def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
 
 
 def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
-    """Error text, without the parameter's name, for codes and a scale that do not belong together or to the parameter;
-    None if they do, or if there are neither. The shape of the codes is checked like any momentum's."""
+    """Check that the codes and scales of 8-bit momentum fit each other and the parameter. Return an error text without
+    the parameter's name; None if they fit, or if there are neither. The shape of the codes is checked elsewhere, like
+    that of any momentum."""
     buffer, scale = state.get(BUFFER), state.get(SCALE)
     coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
     if not coded and scale is None:

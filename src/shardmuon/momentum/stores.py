@@ -1,23 +1,25 @@
 """Storage formats of momentum (plain, bf16, 8-bit codes) and stochastic rounding, which is exact on average.
 
 [Note: bits belong to elements]
-    The random bits of an element depend only on the parameter, purpose, step and position in its matrix; there is no
-    generator state, and device and layout do not matter. So replicas round alike, any sharding gives the same bits, and
-    a resumed run continues with the same bits. The generator is SplitMix64 (Steele, Lea and Flood 2014,
-    https://doi.org/10.1145/2714064.2660195) used as a counter-based one: output i is a function of the key and i. Each
-    output gives 16 bits to each of four neighbours in a row.
+    The random bits of an element depend only on the parameter, the purpose (momentum or weights), the step and the
+    element's position in its matrix. There is no generator state, and the bits do not depend on device or layout.
+    Therefore replicas round in the same way, any sharding gives the same bits, and a resumed run continues with the
+    same bits. The generator is SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2714064.2660195), used
+    with a counter, so that output i is a function of the key and i. Each output has 16 bits for each of four
+    neighboring elements of a row.
 
 [Note: rounding of the momentum]
-    A step moves the momentum B by (1 - mu)(G - B), often by less than the spacing of the storage dtype. Rounding to
-    nearest loses such steps: with bf16 and mu = 0.95, B stops 4% to 8% short of a constant gradient. Stochastic
-    rounding loses nothing on average, but is sqrt(2) times noisier where steps are large, as they are in training. So
-    an element is rounded stochastically if it moved by less than the spacing at its value, and to nearest otherwise.
+    A step moves the momentum B by (1 - mu)(G - B), often by less than the spacing of numbers in the storage dtype.
+    Rounding to nearest loses such steps: with bf16 and mu = 0.95, B stops 4% to 8% short of a constant gradient.
+    Stochastic rounding loses nothing on average, but is sqrt(2) times noisier where steps are large, as they are in
+    training. Therefore an element is rounded stochastically if it moved by less than the spacing at its value, and to
+    nearest otherwise.
 
 [Note: 8-bit codes]
-    A block is 128 consecutive elements of a row and has one fp32 scale, its largest magnitude. Code k in -127 .. 127
-    stands for sign(k) (k / 127)**2 * scale, which is finer than equal steps near zero, where most elements are. Blocks
-    start at multiples of 128 columns of the logical tensor, so codes do not depend on the layout as long as no piece
-    begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
+    A block has 128 consecutive elements of a row and one fp32 scale, the largest magnitude in the block. Code k in -127
+    .. 127 stands for sign(k) (k / 127)**2 * scale. Near zero, where most elements are, this is finer than equidistant
+    codes. Blocks start at multiples of 128 columns of the logical tensor, so codes do not depend on the layout as long
+    as no shard begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from torch import Tensor
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.views import Ints
 
-GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed integers: torch's int64 arithmetic wraps around
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # written as signed integers; torch's int64 arithmetic wraps around
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-NEAREST = 0x8000  # used instead of random bits: rounds to nearest
+NEAREST = 0x8000  # makes rounding go to nearest if it takes the place of random bits
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,21 @@ class Stream:
 
     @classmethod
     def of(cls, identity: str, purpose: str, step: int, cols: int) -> Stream:
-        """The stream for one parameter, purpose and step; a change in any of the three gives independent bits.
+        """Make the stream for one parameter, purpose and step. A change in any of the three gives independent bits.
 
         Args:
             identity: The parameter's name, the same on all ranks.
             purpose: "momentum" or "weights".
             step: Number of the step.
-            cols: Number of columns of the parameter's widest matrix; not hashed, but fixes the counters of each row.
+            cols: Number of columns of the parameter's widest matrix. It is not hashed, but determines which counters
+                each row uses.
         """
         text = repr((0, identity, purpose, step))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
     def bits(self, patch: Patch, device: torch.device) -> Tensor:  # patch.sizes, int32 in [0, 2**16)
-        """The random bits of a patch's elements."""
+        """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
         along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column changes
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
@@ -91,7 +94,7 @@ class Stream:
 
 
 class Rounding(NamedTuple):
-    """Rounding of one parameter's momentum and weights in one step.
+    """The random bits and scales for rounding one parameter's momentum and weights in one step.
 
     Attributes:
         momentum: Random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
@@ -105,7 +108,9 @@ class Rounding(NamedTuple):
 
 
 def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D, int64
-    """`first` + sum of index * step over dims given as (size, step), for all indices in row-major order."""
+    """Compute `first` plus the sum of index * step over dims, given as (size, step), for all indices in row-major
+    order.
+    """
     found = torch.full((1,), first, device=device, dtype=torch.int64)
     for size, step in dims:
         if size > 1:
@@ -125,21 +130,23 @@ def round_by(
     x: Tensor,  # fp32
     bits: Tensor,  # int32 in [0, 2**16), the shape of x: random bits, or NEAREST
 ) -> Tensor:  # bf16
-    """Round each element of x to one of its two neighbours in bf16. With random bits, the expected value is x; NEAREST
+    """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
-    # bf16 is the upper half of fp32: a carry out of the lower half gives the next bf16 value, across powers of two too
+    # bf16 is the upper half of fp32, so a carry out of the lower half gives the next bf16 value, even across powers of
+    # 2
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def slab(device: torch.device) -> int:
-    """Number of elements to process at once, so that temporaries fit a CPU's cache or fill an accelerator."""
+    """Return the number of elements to process at once, so that temporaries fit in a CPU's cache, or so that an
+    accelerator has enough work."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
 def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # bf16
-    """Round a patch's elements stochastically. x: fp32, any shape with the patch's order of elements; the result has
-    the same shape."""
+    """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` is fp32 and may have any shape
+    with the same order of elements; the result has the shape of `x`."""
     values = x.reshape(patch.sizes)
     out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
     for cut, part in patch.slabs(slab(x.device), len(patch.sizes)):
@@ -153,11 +160,11 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # (momentum in bf16,) or (int8 codes, scales); on any device, updated in place
+    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes, scales); on any device, updated in place
     grad: Tensor,  # the shape of stored[0]; not written to
-    out: Tensor | None,  # the same shape: receives the orthogonalizer's input, in its own dtype
+    out: Tensor | None,  # the same shape, any dtype; overwritten with the input of orthogonalization
     *,
-    patch: Patch,  # the same shape
+    patch: Patch,  # rows and columns of the matrix that `grad` covers; the same shape
     stream: Stream,
     momentum: float,
     nesterov: bool,
@@ -183,12 +190,13 @@ def step_stored_(
 
 
 def _round_small_steps(new: Tensor, old: Tensor, bits: Tensor) -> Tensor:  # bf16
-    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps: 2**16 of them make one bf16 spacing
+    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps; one bf16 spacing is 2**16 of them
     return round_by(new, torch.where(moved < 0x10000, bits, NEAREST))
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
-    """Shape of the scales for a tensor of this shape (logical or local): one scale per row and block of columns."""
+    """Return the shape of the scales for a (logical or local) tensor of this shape: one scale per row and block of
+    columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
@@ -199,19 +207,21 @@ def encode(
     old: Tensor | None = None,  # fp32, same shape: the values before the step; None: round all to nearest
     bits: Tensor | None = None,  # int32 in [0, 2**16), same shape: random bits
 ) -> tuple[Tensor, Tensor]:  # codes: int8, same shape; scales: fp32, (rows.., blocks)
-    """8-bit codes and scales of the values `new`. The storage must begin at a block boundary of the whole tensor."""
+    """Convert the values `new` to 8-bit codes and scales. The rank's storage must begin at a block boundary of the
+    whole tensor."""
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # in units of squared codes; a block of zeros gives 0 / 0, a block with NaN or Inf gives NaN or 0
+    # the squares of the codes before rounding; a block of zeros gives 0 / 0, a block with NaN or Inf gives NaN or 0
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
-    gap = 2 * low + 1  # to the next code
+    gap = 2 * low + 1  # distance between the squares of adjacent codes
     fraction = square.sub_(low * low).div_(gap)
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
         moved = ((blocks - _blocks(old.flatten(num_row_dims))).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000  # the middle of the bits' interval
+        # in (0, 1): the middle of the interval for which the bits stand
+        random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000
         threshold = torch.where(moved < gap, random, 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
     return codes.to(torch.int8).flatten(-2)[..., : flat.shape[-1]].view(new.shape), scale
@@ -224,7 +234,7 @@ def decode(
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
-    scale = scale.to(SCALE_DTYPE)  # a checkpoint may have another dtype
+    scale = scale.to(SCALE_DTYPE)  # scales loaded from a checkpoint may have another dtype
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 

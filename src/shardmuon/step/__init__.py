@@ -1,1 +1,1 @@
-"""One optimizer step: validate, vote, commit."""
+"""The optimizer step: validation, plan, and update of momentum and weights."""

@@ -1,11 +1,12 @@
-"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys.
+"""AdamW for parameters that are not matrices: torch's functional AdamW, applied to local shards, with torch's state
+keys.
 
 [Note: one form of AdamW]
-    Every element goes through the vector body of torch's fused kernel. On CPUs that kernel processes 64 bytes of a
-    tensor at a time and rounds the rest at the end, which fills no vector, differently: results would depend on where
-    a tensor is sharded. So the end of a tensor is copied to a buffer and padded with zeros. The kernel walks memory and
-    ignores strides, so tensors whose memory order differs from their weight's are copied, too. On other devices the
-    kernel computes each element independently. See docs/adr/0022-one-adamw-form.md.
+    On CPUs, torch's fused kernel processes a tensor in vectors of 64 bytes. It rounds the remaining elements at the end
+    of the tensor differently, so results would depend on where a tensor is sharded. Therefore these elements are copied
+    to a buffer and padded with zeros, so that the kernel processes all elements in vectors. The kernel also goes
+    through memory in order and ignores strides, so tensors whose memory order differs from that of their weight are
+    copied, too. On other devices, the kernel computes each element independently. See docs/adr/0022-one-adamw-form.md.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
-_VECTOR = 64  # bytes that the CPU kernel processes at a time, at most (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # elements: smaller tensors are copied whole instead of only their end
+_VECTOR = 64  # largest number of bytes that the CPU kernel processes at a time (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements; smaller tensors are copied as a whole, not only their end
 
 
 class Row(NamedTuple):
@@ -45,11 +46,11 @@ class Row(NamedTuple):
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
-    engines: Callable[[], set[Engine]],  # returns the engines of Muon parameters with gradients in this step
-    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows; None: unknown
+    engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows, None if not known
 ) -> None:
-    """Step the groups with use_muon=False. AdamW is element-wise, so ranks need no data from each other. Does not
-    synchronize with accelerators."""
+    """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
+    gradient must be redistributed to its parameter's layout. Does not synchronize with accelerators."""
     for number, group in enumerate(groups):
         if group["use_muon"]:
             continue
@@ -64,11 +65,11 @@ def step_adamw(
                 step += 1
                 continue
             device = param.device
-            if step.device != device:  # newly created or loaded
+            if step.device != device:  # the step count was just created or loaded
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # a group may lack some options
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # fills in options that the group lacks
 
 
 def _completed(
@@ -78,10 +79,10 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """The rows of a group's parameters with a gradient, including parameters that have none only because this rank
-    stores none of their elements."""
+    """Return a row for each parameter of a group that takes part in the step: parameters with a gradient, and
+    parameters that lack one only because this rank stores none of their elements."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
-    stepped = engines() | set(map(engine_of, others))  # engines with some parameter that is stepped
+    stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) with a parameter in this step
     found: list[Row] = []
     for p, row in zip(params, rows, strict=True):
         grad, engine = p.grad, engine_of(p)
@@ -93,7 +94,7 @@ def _completed(
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
-    """The row of one parameter; creates missing state. Collective if the gradient must be redistributed to the
+    """Build the row of one parameter, and create missing state. Collective if the gradient must be redistributed to the
     parameter's layout."""
     if not engine.is_aligned(grad, param):
         grad = engine.align(grad, param)
@@ -103,10 +104,11 @@ def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str,
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Create `step`, `exp_avg` and `exp_avg_sq`, if any is missing, as in torch.optim.AdamW, in the parameter's layout.
+    """Create `step`, `exp_avg` and `exp_avg_sq` if any of them is missing, as in torch.optim.AdamW, in the parameter's
+    layout.
 
-    Deletes the parameter's Muon state: its `step` counts something else, and its momentum and variant state would be
-    stale if the parameter returned to Muon.
+    Deletes Muon's momentum and variant state, which would be stale if the parameter returned to Muon. A `step` left
+    over from Muon is replaced, because it counts Muon's steps.
     """
     for key in (BUFFER, SCALE, *KEPT_KEYS):
         state.pop(key, None)
@@ -119,8 +121,8 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Tensors = Sequence[Tensor]  # weight, gradient, moments
-_Line = tuple[_Tensors, Tensor]  # tensors for one entry of the kernel's lists, and their step count
+_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg, exp_avg_sq
+_Line = tuple[_Tensors, Tensor]  # one entry for each of the kernel's lists of tensors, and its step count
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
@@ -129,7 +131,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
 
     Args:
         rows: Parameters on one device.
-        cuts: True if the kernel rounds the end of a tensor differently.
+        cuts: True on CPUs, where the kernel rounds the end of a tensor differently.
 
     Returns:
         Tensors to step in place; step counts of parameters that are stepped only in copies; copies, each with the
@@ -144,7 +146,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
         rest = numel % (_VECTOR // param.element_size()) if cuts else 0
         dense = all(map(Tensor.is_contiguous, tensors))
         if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
-            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True  # the kernel ignores strides
+            # all have the same memory order, so flat views of their memory give the same result
+            tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True
         if dense and not rest:
             lines.append((tensors, step))
             continue
@@ -156,14 +159,14 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             end = [t[whole:] for t in flats]
         else:
             uncounted.append(step)
-        # copies share one buffer if dtypes and step counts are equal; reading the count would wait for an accelerator
+        # on CPUs, copies with equal dtypes and step counts share a buffer; elsewhere, reading a count would block
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
 
 
 def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
-    """Concatenated copies of several parameters' tensors, padded with zeros to a whole vector."""
+    """Concatenate the tensors of several parameters into copies that are padded with zeros to whole vectors."""
     first = several[0][0]
     missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
     columns = zip(*several, strict=True)
@@ -171,7 +174,7 @@ def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
 
 
 def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
-    """Copy updated weights and moments from their copies back to the original tensors."""
+    """Copy updated weights and moments from the concatenated copies back to the original tensors."""
     for number in (0, 2, 3):
         column = [row[number] for row in targets]
         line = copied[0][number]
@@ -180,7 +183,7 @@ def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
-    """One AdamW step of parameters on one device, in place; `group`: lr, betas, eps, weight_decay."""
+    """Take one AdamW step on parameters of one device, in place. `group` has lr, betas, eps and weight_decay."""
     lines, uncounted, copies = _lines(rows, device.type == "cpu")
     lines += [line for line, _ in copies]
     params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))

@@ -1,5 +1,7 @@
-"""Stages of a variant, run by the owner on a batch of whole matrices. See [Note: stages] and [Note: what a stage keeps]
-in variants/base.py."""
+"""Execution of a variant's stages on a batch of whole matrices, on the rank that orthogonalizes them.
+
+See [Note: stages] and [Note: what a stage keeps] in variants/base.py.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 
 
 class BatchStages:
-    """The stages of a batch in one step.
+    """The stages of a variant, to be run on one batch of matrices in one step.
 
     Args:
         stages: Stages of the batch's matrices.
         stored: State tensors of each matrix, for each stage of `keeping(stages)`.
-        place: The batch, and the memory for its results: (B, rows, cols) in slots, in the wire's dtype.
+        place: The batch, which the results overwrite: (B, rows, cols) with aligned matrices, in the dtype of exchanges.
     """
 
     def __init__(self, stages: Stages, stored: Sequence[Sequence[Tensor]], place: Tensor) -> None:
@@ -27,7 +29,8 @@ class BatchStages:
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
         self._kept: dict[str, Sequence[Tensor]] = {}  # key -> state of each matrix, fp32, on the batch's device
-        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # state on another device, its copies here
+        # pairs of state that is stored on another device and its copy on the batch's device
+        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         for stage, rows in zip(keeping(stages), stored, strict=True):
             here = rows
             if rows[0].device != place.device:
@@ -37,10 +40,10 @@ class BatchStages:
 
     def before(
         self,
-        products: torch.dtype | None,  # dtype of the products; None: as torch.optim.Muon
-    ) -> tuple[Tensor, bool]:  # (B, rows, cols) in slots, and True if their norms are 1
-        """Run the stages before the orthogonalization, on a CPU one matrix at a time. They overwrite the batch, unless
-        it is half precision and the products have another dtype: then they run on an fp32 copy."""
+        products: torch.dtype | None,  # dtype of the matrix products; None: orthogonalize exactly as torch.optim.Muon
+    ) -> tuple[Tensor, bool]:  # the input of the orthogonalization, (B, rows, cols); True if its norms are 1
+        """Run the stages that precede the orthogonalization, on a CPU one matrix at a time. They work in place, or on
+        an fp32 copy if the batch has half precision and the matrix products have another dtype."""
         x = self.place
         if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
             x = empty_batch(x.shape, torch.float32, x.device)
@@ -51,14 +54,15 @@ class BatchStages:
         return x, bool(self._before)
 
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
-        """True if results may overwrite the input, and so take its dtype `fed`. Without overwriting, results have the
-        products' dtype, at least for a batch of one matrix. Later stages must compute in a dtype that does not depend
-        on the batch, since layouts batch differently."""
+        """True if the orthogonalization may overwrite its input, which makes the result's dtype that of the input,
+        `fed`. Otherwise the result has the dtype of the matrix products, at least for a batch of one matrix. The stages
+        that follow need a dtype that does not depend on the size of the batch, since other layouts have other batches.
+        """
         return fed == products or not self._after
 
     def finish(self, out: Tensor) -> None:  # (B, rows, cols), may be overwritten
-        """Run the stages after the orthogonalization, then write results to the batch and changed state back to its
-        storage."""
+        """Run the stages that follow the orthogonalization, write the results to the batch, and copy changed state back
+        to the device on which it is stored."""
         if self._after:
             out = out.to(torch.promote_types(out.dtype, self.place.dtype))
             scaled_(self._after, out, self._kept)

@@ -1,5 +1,6 @@
-"""A plan bound to this rank's parameters, cached until parameters, layouts or options change, and the specs that plans
-are made from. Both running jobs and the command `shardmuon plan`, which needs no job, make their specs here.
+"""Bindings. A binding is a plan together with this rank's parameters; it is cached until parameters, layouts or options
+change. This module also makes specs, the descriptions of parameters that plans are made from, both in a job and for the
+command `shardmuon plan`, which needs no job.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Member(NamedTuple):
     Attributes:
         param: The tensor.
         group: Index of the parameter's group.
-        name, identity: Name for messages, and the name that is equal on all ranks.
-        engine: The engine that reads the parameter's storage.
-        signature: The engine's signature of the parameter when the plan was made.
+        name: Name of the parameter in messages.
+        identity: Name of the parameter that is equal on all ranks; "" if it has none.
+        engine: The engine that gives access to the parameter's layout and local storage.
+        signature: The engine's summary of the parameter's layout when the plan was made, to notice changes.
     """
 
     param: Tensor
@@ -59,16 +61,16 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan with this rank's part of it. `sets`, `component` and `token` are copied from the table.
+    """A plan with this rank's parameters and buckets. `sets`, `component` and `token` are copied from the table.
 
     Args:
         rank: This rank.
-        table: Which rank stores which piece of each parameter.
-        plan: Plan of the table's parameters.
-        members: The table's parameters, in the same order.
+        table: Table of which rank stores which piece of each parameter.
+        plan: Plan for the parameters of the table.
+        members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
-        planned: For each group, the text of options that the plan was made for; "" for AdamW's.
-        ns_device: Device that orthogonalizes; None: the device of each bucket's wires.
+        planned: For each group, text of the options that the plan depends on; "" for a group that AdamW updates.
+        ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
 
     Attributes:
         buckets: The buckets that this rank takes part in, in the plan's order.
@@ -76,13 +78,17 @@ class Binding(Agreed):
         alike_members: (group, engine, dtype, device) -> indices of the parameters that share them.
         digests: Set of ranks -> digest of the plan, which must be equal on these ranks.
         on_weights: Parameter index -> stages, for parameters with a stage on weights.
-        alike: Set of ranks -> parameters that these ranks must step in the same way: the ranks that share a parameter,
-            or only those that store some of it if the others may lack the gradient.
-        elsewhere: Parameters that this rank shares but stores nothing of, and whose gradient it may lack.
-        bits: Parameter index -> presence bit, for parameters whose gradient some ranks may lack.
-        num_bits: Number of presence bits of the component.
-        buckets_without: Function from the indices of parameters without a gradient to the buckets of such a step.
-        weight_sets: Function from parameter indices to the weight sets that sum these parameters' norms.
+        alike: Set of ranks -> parameters that these ranks must step in the same way. The set has all ranks that share a
+            parameter; but if ranks that store nothing of it may lack its gradient, only the ranks that store some of
+            it.
+        elsewhere: Parameters that this rank shares although it stores no elements of them, and whose gradient it may
+            lack.
+        bits: Parameter index -> bit in the vote that shows whether a rank has the gradient, for parameters whose
+            gradient some ranks may lack.
+        num_bits: Number of these bits among all ranks that vote together.
+        buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
+            step without these parameters.
+        weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute their norms.
     """
 
     def __init__(
@@ -111,7 +117,8 @@ class Binding(Agreed):
         self.bits, self.num_bits = dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # cache two selections of parameters: all, and the last step's; `weight_sets` also those with new norms
+        # cached for two selections of parameters: all of them, and those of the last step; `weight_sets` also for those
+        # with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
 
@@ -120,7 +127,7 @@ def _buckets(
     plan: Plan,
     rank: int,
     shapes: Sequence[Ints],
-    buckets: Sequence[tuple[Bucket, torch.device]],  # each with its parameters' device
+    buckets: Sequence[tuple[Bucket, torch.device]],  # each with the device of its parameters
     ns_device: torch.device | None,
     missing: frozenset[int],
 ) -> Buckets:
@@ -138,7 +145,8 @@ def _weight_sets(
 
 
 def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
-    """Set of ranks -> the process group that parameters provide for it, the first by name if there are several."""
+    """Map sets of ranks to process groups that parameters already have for them. If there are several for a set, take
+    the first by name."""
     found: dict[Ranks, GroupRef] = {}
     refs: list[GroupRef | None] = []
     for one in listed:
@@ -152,14 +160,14 @@ def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
 
 
 def counts_of_lacking(table: Table) -> dict[Ranks, int]:
-    """Set of ranks -> number of parameters shared by it whose gradients some ranks may lack."""
+    """Count, for each set of ranks, the parameters shared by these ranks whose gradients some of them may lack."""
     found = {ranks: sum(_lacking(table, number) for number in numbers) for ranks, numbers in table.sets.items()}
     return {ranks: count for ranks, count in found.items() if count}
 
 
 def number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-    """Assign a presence bit to each parameter whose gradient some ranks may lack, numbered across the component.
-    `everyone`: `counts_of_lacking` of each rank."""
+    """Assign a bit of the vote to each parameter whose gradient some ranks may lack. Numbers are unique among all ranks
+    that vote together. `everyone` has the result of `counts_of_lacking` of each rank."""
     counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
     if sum(counts.values()) > MOST_BITS:
         raise Unlike(
@@ -173,23 +181,25 @@ def number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> No
 
 
 def _lacking(table: Table, number: int) -> bool:
-    """True if some ranks store nothing of a parameter and may lack its gradient."""
+    """True if some of the ranks that share a parameter store no elements of it and may therefore lack its gradient."""
     return table.claims[number].empty_lacks_gradient and len(_holders(table.layouts[number])) < len(
         table.layouts[number].ranks
     )
 
 
 def _holders(layout: ParamLayout) -> Ranks:
-    """The ranks that store at least one piece of a tensor."""
+    """Return the ranks that store at least one piece of a tensor."""
     return tuple(rank for rank, pieces in layout.pieces.items() if pieces)
 
 
 def _alike(table: Table, rank: int) -> tuple[dict[Ranks, list[int]], frozenset[int]]:
-    """Compute `Binding.alike` and `Binding.elsewhere`. Parameters are in the same order on all ranks of a set."""
+    """Determine which ranks must step which parameters in the same way (`Binding.alike`), and which shared parameters
+    have no elements on this rank (`Binding.elsewhere`). All ranks of a set list its parameters in the same order."""
     found: dict[Ranks, list[int]] = {ranks: [] for ranks in table.sets}
     elsewhere: list[int] = []
     numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]
-    for ranks, number in sorted(numbers, key=lambda one: _lacking(table, one[1])):  # those that may lack it last
+    # parameters whose gradient some ranks may lack come last
+    for ranks, number in sorted(numbers, key=lambda one: _lacking(table, one[1])):
         holders = _holders(table.layouts[number]) if _lacking(table, number) else ranks
         if rank in holders:
             found.setdefault(holders, []).append(number)
@@ -219,29 +229,30 @@ def listed_of(
 
 
 def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
-    """The chooser of each matrix's method on this rank. Its `device` orthogonalizes: the accelerator if an engine
-    offloads parameters to the CPU, else None, the parameters' own device."""
+    """Create the object that chooses how this rank orthogonalizes each matrix. Its `device` is the accelerator if
+    parameters are offloaded to the CPU, else None, which stands for the parameters' own device."""
     muon = (p for group in groups if group["use_muon"] for p in group["params"])
     homes = (home for home in map(offloaded_from, muon) if home is not None)
     return replace(config.chooser(), device=next(homes, None))
 
 
 def _products(chooser: Chooser, device: torch.device) -> torch.dtype:
-    """The dtype of products for parameters on a device. The default on CPUs depends on hardware support, which may
-    differ from rank to rank."""
+    """Return the dtype of matrix products for parameters on a device. The default on CPUs depends on hardware support,
+    which may differ from rank to rank."""
     method = "standard" if chooser.method == "auto" else chooser.method
     return chooser.dtype or default_dtype(method, chooser.device or device)
 
 
 def stamp_of(chooser: Chooser, device: torch.device) -> str:
-    """Text of the properties of this machine that products depend on. `device`: the parameters' device."""
+    """Describe the properties of this machine on which the bits of matrix products depend. `device` is the device of
+    the parameters."""
     where = chooser.device or device
-    # method "torch" uses the process's own precision flags
+    # results of method "torch" also depend on torch's global precision flags
     return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
 
 
 def _notes(table: Table) -> Iterator[str]:
-    """Lines for the printed plan on the limits of bitwise reproducibility."""
+    """Yield notes for the printed plan on the limits of bitwise reproducibility."""
     for ranks in table.sets:
         kinds: dict[str, list[int]] = {}
         for rank in ranks:
@@ -286,8 +297,8 @@ def bound(
 def _kept_layout(
     known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
 ) -> ParamLayout:
-    """Layout of a stage's state tensor for a parameter; `known` caches it, so that parameters with equal layouts share
-    one object."""
+    """Return the layout of a stage's state tensor for a parameter. `known` caches layouts, so that parameters with
+    equal layouts share one object."""
     key = layout, stage.key
     if key not in known:
         view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
@@ -305,23 +316,23 @@ def make_spec(
     doubles: bool,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
-    """The planner's description of one parameter.
+    """Make the planner's description of one parameter.
 
     Args:
-        name: Name for messages.
-        layout: Which rank stores which piece.
+        name: Name of the parameter in messages.
+        layout: Which rank stores which piece of the parameter.
         settings: Settings of the parameter's group.
         device: Device of the parameter.
-        chooser: The optimizer's chooser.
+        chooser: Object that chooses how to orthogonalize each matrix.
         doubles: True if the parameter is fp64.
-        kept_of: Function from a stage with state to the layout of its state tensor.
+        kept_of: Function that returns the layout of a stage's state tensor.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
     for shape in dict.fromkeys(shapes):
         task = Task(*shape, settings.coefficients, chooser.device or device)
         choice = chooser.choice(task)
-        # bytes per element on the wire: fp64 gradients may lie outside the range of fp32
+        # bytes per element in exchanges; fp64 parameters are not sent as fp32, whose range their gradients may exceed
         size = 8 if doubles or chooser.dtype == torch.float64 else 2 if is_narrow(choice) else 4
         made[shape] = str(choice), work(choice, *task), size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
@@ -331,7 +342,8 @@ def make_spec(
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:
-    """Raise Unlike if a rank's columns begin or end inside a block of 8-bit momentum, which has one scale."""
+    """Raise Unlike if a rank's shard begins or ends inside a block of 128 columns, for which 8-bit momentum has one
+    scale."""
     for rank, found in tiles_cut(layout):
         raise Unlike(
             f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
@@ -341,15 +353,15 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
 
 
 def fingerprint(storage: Tensor) -> int:
-    """64-bit hash of a tensor's bits and their order. Equal tensors have equal hashes on any device of one type.
+    """Compute a 64-bit hash of a tensor's bits and their order. Equal tensors on devices of one type have equal hashes.
 
     Each 8-byte word is mixed with its position by a bijection in which every output bit depends on every input bit
-    (`stores.mix_`), and the results are added. So a change of one word is always detected, and changes of several
-    cancel as random numbers would, with probability 2**-64. A weighted sum of words would not do: drifts of +1, -1, -1,
-    +1 ulp in neighbours cancel in any function linear in word and position.
+    (`stores.mix_`), and the results are added. Therefore a change of one word is always detected, and changes of
+    several words cancel with a probability of only 2**-64. A weighted sum of the words would be too weak: changes of
+    +1, -1, -1 and +1 ulp in neighboring elements cancel in any function that is linear in word and position.
     """
     flat = storage.detach().reshape(-1)
-    # padded to whole words and copied to aligned memory, as a view as int64 requires
+    # `cat` pads to whole words and copies to aligned memory, which the view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs: temporaries stay in the cache

@@ -1,8 +1,9 @@
-"""The buckets of a step on one rank, from momentum to weights: while one bucket is orthogonalized, the next one is
-gathered.
+"""Execution of a step's buckets on one rank, from momentum to weights. A bucket is a set of matrices that are exchanged
+together. While one bucket is orthogonalized, the next one is gathered.
 
-`run_buckets` interleaves all buckets; `run_owners` carries out one bucket: gather, orthogonalize, scatter, relay.
-Exchanges are passed in as functions, so real and simulated ranks run the same code.
+`run_buckets` interleaves all buckets. `run_owners` runs one bucket: it gathers whole matrices on the ranks that
+orthogonalize them (their owners), orthogonalizes, scatters the results, and relays them to further replicas. Exchanges
+are passed in as functions, so that real and simulated ranks run the same code.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from shardmuon.texts import listed
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-Exchange = Callable[[Tensor, Ints, Ints], Pending]  # send buffer, elements to each rank, elements from each rank
+Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, number of elements to each rank, from each rank)
 
 
 class Kernel(NamedTuple):
-    """Device and watch used to orthogonalize the matrices of all buckets.
+    """Device and watch for the orthogonalization of all buckets.
 
     Attributes:
-        device: Device that orthogonalizes; None: the device of a bucket's wires.
-        watch: Watch for results that are not finite, see `orthogonalize`.
+        device: Device on which matrices are orthogonalized; None: the device of a bucket's exchange buffers.
+        watch: Object that reports results that are not finite, see `orthogonalize`.
     """
 
     device: torch.device | None = None
@@ -46,27 +47,29 @@ class Kernel(NamedTuple):
 
 
 class Bound:
-    """A program with the tiles that it reads and writes on this rank. Cached between steps; holds no tensor.
+    """The program of one bucket (this rank's copies and exchanges) with the tiles that it reads and writes. A tile is a
+    part of a matrix in this rank's local storage. Cached between steps; holds no tensor.
 
     Args:
         plan: The plan.
-        program: A program made from the plan.
-        shapes: Shape of this rank's storage of each parameter.
-        device: Device of the wires.
+        program: This rank's program for a bucket of the plan.
+        shapes: Shape of this rank's local storage of each parameter.
+        device: Device of the exchange buffers.
 
     Attributes:
-        dtype: Dtype of wires and batches.
+        dtype: Dtype of exchange buffers and batches.
         num_owned: Number of matrices that this rank orthogonalizes.
-        moves: True if anything is exchanged.
+        moves: True if anything is exchanged with other ranks.
         choices: How each batch is orthogonalized.
-        like_torch: See `apply_results`.
-        own: This rank's tiles of matrices that it owns.
-        gathered, scattered, late: Tiles that this rank sends in the gather, receives in the scatter, receives in the
-            relay.
+        like_torch: True if weights are updated by torch.optim.Muon's own operations, see `apply_results`.
+        own: Tiles of the matrices that this rank orthogonalizes.
+        gathered: Tiles that this rank sends to other ranks in the gather.
+        scattered: Tiles whose results this rank receives in the scatter.
+        late: Tiles whose results this rank receives in the relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
-        kept: State of the stages of each batch.
-        told, heard: Stage state that this rank sends and receives in the scatter.
-        told_on, heard_late: Stage state that this rank sends and receives in the relay.
+        kept: State of the variant's stages for each batch.
+        told, heard: State of the variant's stages that this rank sends and receives in the scatter.
+        told_on, heard_late: State of the variant's stages that this rank sends and receives in the relay.
     """
 
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
@@ -99,17 +102,17 @@ class Bound:
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
     def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
-        """Uninitialized send buffer for these numbers of elements to each rank."""
+        """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
 
 class Buckets:
-    """The buckets of this rank for one selection of parameters that have gradients. Cached between steps.
+    """This rank's buckets for a step in which certain parameters have gradients. Cached between steps.
 
     Attributes:
         bounds: The buckets, in the plan's order.
         order: The order of the buckets' operations, see `shardmuon.plan.pipeline.turns`.
-        moves: True if anything is exchanged, so that other ranks wait for this rank.
+        moves: True if anything is exchanged, so that other ranks may wait for this rank.
     """
 
     def __init__(self, bounds: list[Bound]) -> None:
@@ -128,7 +131,8 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
         traffic: Counters of exchanges and matrices, updated in place.
 
     Raises:
-        ExchangeError: This rank or another one failed in the middle; names the bucket and the operation.
+        ExchangeError: This rank or another one failed in the middle of the step. The message has the bucket and the
+            operation.
     """
     runs: dict[int, Iterator[None]] = {}
     bounds = buckets.bounds
@@ -139,7 +143,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
                 group = group_for(bound.program.bucket.ranks) if bound.moves else None
                 runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
                 traffic.orthogonalized += bound.num_owned
-            next(runs[i], None)  # the generator ends with the last turn
+            next(runs[i], None)  # None: a generator ends without yielding in its last turn
         except ExchangeError:
             raise
         except Exception as error:
@@ -149,14 +153,14 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
 
 
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
-    """Carry out one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
+    """Run one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
     buckets can proceed: see `shardmuon.plan.pipeline.turns`.
 
-    Send and receive buffers are freed as soon as they have been read: products need memory.
+    Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
     """
     program, gathers = bound.program, bound.program.bucket.gathers
     gather, scatter, relay = program.gather, program.scatter, program.relay
-    pending: list[Pending] = []  # popped before waiting, so that nothing here keeps the send buffer alive
+    pending: list[Pending] = []  # popped before the wait, so that no reference keeps the send buffer alive
     if gathers:
         send = bound.buffer(gather.sent)
         update_momentum(bound.gathered, work, bound.gathered.on(send))
@@ -165,7 +169,7 @@ def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> 
     batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
     own = bound.own.on(batches)
     update_momentum(bound.own, work, own)
-    update_momentum(bound.late, work, None)  # tiles whose results come from another replica, by the relay
+    update_momentum(bound.late, work, None)  # tiles whose results another replica relays
     yield
     if gathers:
         _copy(gather.copies, pending.pop().wait(), batches)
@@ -200,7 +204,7 @@ def _results(
     batches: Tensor,
     came: Tensor | None = None,  # 1-D: receive buffer of the scatter, needed for the relay
 ) -> Tensor:  # 1-D: send buffer of the scatter or the relay
-    """Pack results and stage state to be sent to other ranks."""
+    """Pack the results and the state of the variant's stages that are sent to other ranks."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -245,4 +249,4 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             stages.finish(out)
         elif out is not x:
             x.copy_(out)
-        del stages, fed, out  # possibly wider than the wire: free memory for the next batch
+        del stages, fed, out  # frees memory for the next batch, since these may have a wide dtype

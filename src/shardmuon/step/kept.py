@@ -1,11 +1,11 @@
-"""State of variants' stages: created, checked, and stored in group options if a framework's checkpoint format has no
-place for it. See [Note: what a stage keeps] in variants/base.py. Engines define its layout.
+"""State of the stages of variants (stage state): its creation, its checks, and its storage in group options if a
+framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants/base.py.
 
 [Note: carried state]
-    FSDP1 and DeepSpeed can save only state that is as long as their flat parameters or that Adam has. Stage state is
-    neither, but it is small and equal on every rank, and both frameworks save and load group options unchanged. So a
-    saved group carries the stage state under `CARRIED`; a live optimizer's group has it at most from loading to the
-    next step.
+    FSDP1 and DeepSpeed can save only state tensors of the length of their flat parameters, and state that Adam has too.
+    Stage state is neither. But it is small and equal on every rank, and both frameworks save and load group options
+    unchanged. Therefore a saved group carries the stage state under the key `CARRIED`. A live optimizer's group has
+    this key at most from loading to the next step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView, kept_view
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_of
 
-Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights that some step has checked
+Settled = MutableMapping[Tensor, bool]  # stored weight norms that some step has checked
 
-KEPT_DTYPE = torch.float32  # for weights and products of any dtype
+KEPT_DTYPE = torch.float32  # whatever the dtypes of weights and matrix products
 
 
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Key of each state tensor -> its global shape, for a parameter with these matrices."""
+    """Map the key of each state tensor to its global shape, for a parameter with these matrices."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
     return {key: kept_view(view, of_stage).shape for key, of_stage in numbers.items()}
 
@@ -34,8 +34,8 @@ def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 def start_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> dict[str, Tensor]:
-    """Zeros for each missing state tensor, on the parameter's device. `stacked`: the parameter is a stack of
-    matrices."""
+    """Create zeros for each missing state tensor, on the parameter's device. `stacked` is True if the parameter is a
+    stack of matrices."""
     made: dict[str, Tensor] = {}
     for key, shape in shapes.items():
         if state.get(key) is None:
@@ -44,11 +44,11 @@ def start_kept(
 
 
 def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
-    """Keys of missing state tensors, and of norms that no step has checked since they were created or loaded.
+    """Return the keys of missing state tensors, and of weight norms that no step has checked since they were created or
+    loaded. (If checkpointing creates state before the first step, norms are 0, which means unknown.)
 
-    Checkpointing may create state before the first step; a norm of 0 then means unknown. Ranks must agree on these
-    keys: stages on weights start with a reduction for them, and a copy that only one rank lost would restart from
-    zeros.
+    Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and state that
+    only one rank has lost would restart from zeros on this rank.
     """
     on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
     keys = [stage.key for stage in keeping(stages)]
@@ -58,7 +58,7 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
 def stored_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
-    """Local storage of each state tensor of a parameter, in the order of `shapes`.
+    """Return the local storage of each state tensor of a parameter, in the order of `shapes`.
 
     Raises:
         ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
@@ -81,8 +81,8 @@ CARRIED = "kept_state"  # key in a saved group; its value maps parameter names o
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Store the stage state among some parameters' states in a saved group, if there is any, on the CPU, where files
-    are read."""
+    """Copy the stage state of some parameters, if there is any, to a saved group. The copies are on the CPU, like
+    tensors that are read from files."""
     found = {
         name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
         for name, state in states.items()
@@ -92,11 +92,11 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
 
 
 def carry_by_position(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups
     saved: Mapping[str, Any],  # the optimizer's state dict, changed in place
     carries: Callable[[Tensor], bool] = lambda param: True,
 ) -> None:
-    """Move stage state from a state dict's state into its groups, keyed by the parameter's position in the group."""
+    """Move stage state from the state of a state dict to its groups, keyed by the parameter's position in the group."""
     state = saved["state"]
     for group, packed in zip(groups, saved["param_groups"], strict=True):
         states: dict[str, Mapping[str, Any]] = {}
@@ -119,7 +119,7 @@ def with_carried(
     entries: Mapping[Any, Any],  # saved state: a parameter's key -> its state
     groups: Sequence[Mapping[str, Any]],  # saved groups
 ) -> Mapping[Any, Any]:
-    """Copy of a saved state, completed with the stage state that its groups carry."""
+    """Copy a saved state, and add the stage state that its groups carry."""
     found = dict(entries)
     for group in groups:
         for position, kept in (group.get(CARRIED) or {}).items():
@@ -129,8 +129,9 @@ def with_carried(
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a saved group's options over our group's. Our variant stays if the saved group has none: missing stage
-    state is then an error, instead of the variant being dropped silently."""
+    """Merge a saved group's options (`theirs`) over those of the optimizer's group (`mine`). If the saved group has no
+    variant, the optimizer's variant stays: missing stage state then raises an error, instead of the variant being
+    dropped silently."""
     group = {**mine, **theirs}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
@@ -138,7 +139,7 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 
 def check_carried(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ValueError for a parameter whose momentum was loaded without its variant's state."""
+    """Raise ValueError if a parameter's momentum was loaded without the state of its group's variant."""
     for stage in keeping(stages_of(group)):
         if state.get(stage.key) is None:
             raise ValueError(

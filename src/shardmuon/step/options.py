@@ -1,8 +1,8 @@
 """Options of parameter groups: checks of a new group, and `Settings`, a frozen object per group that is rebuilt only
-when the group's options change. Talks to no other rank.
+when the group's options change. Nothing is communicated.
 
-A learning rate may be a tensor. The host reads its value in every step to compare it among the ranks, which
-synchronizes if the tensor is on an accelerator.
+A learning rate may be a tensor. Every step reads its value to compare it between ranks, which waits for the accelerator
+if the tensor is on one.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
-# Types of option values that cannot be changed in place. Groups with others, as tensors and lists, are read anew in
-# every step.
+# Types of option values that cannot be changed in place. A group with values of other types, such as tensors or lists,
+# is read again in every step.
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of one group of matrices, as of the current step.
+    """Options of one group of matrices in the current step.
 
     Attributes:
-        lr, given_lr: Learning rate as a float, and as the group has it (float or tensor).
+        lr: Learning rate as a float.
+        given_lr: Learning rate as it is in the group: a float or a tensor.
         coefficients: (a, b, c) of each Newton-Schulz step.
         cautious: True if weights decay only where decay does not work against the update.
         stages: Stages of the group's variant.
-        view: Options that say which matrices a parameter holds.
-        batch: Text of the options that must be equal for all matrices of a batch, and on all ranks that plan.
+        view: Options that define which matrices a parameter holds.
+        batch: Text of the options that must be equal for all matrices of a batch, and on all ranks that share a plan.
         planned: Text of the options that a plan depends on: `batch`, `view`, and this rank's process groups.
     """
 
@@ -73,8 +74,8 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """Text of the settings, for comparison between ranks."""
-        # an fp64 tensor counts as a float
+        """Format the settings for comparison between ranks."""
+        # fp64 is the precision of a Python float, so an fp64 tensor has the same text as a float
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (
             f"lr={self.lr}{'' if kind == torch.float64 else f' ({kind})'} weight_decay={self.weight_decay} "
@@ -84,7 +85,7 @@ class Settings:
 
 
 def settings_of(group: Group) -> Settings:
-    """Settings of a group, for one step."""
+    """Read the settings of a group for one step."""
     view, stages = view_options(group), stages_of(group)
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
     batch = f"{coefficients} {''.join(map(repr, stages))}".replace(" ", "")
@@ -105,8 +106,8 @@ def settings_of(group: Group) -> Settings:
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
-    """The parameter's matrices by its group's options. Raises ValueError with the parameter's name if the options do
-    not fit its shape."""
+    """Determine the matrices of a parameter from its group's options. Raises ValueError with the parameter's name if
+    the options do not fit its shape."""
     engine: Engine | None = None
     shape: Ints = ()
     try:
@@ -115,7 +116,7 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
         return matrix_view(shape, **view_options(group))
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            # the global shape is not known yet: options are checked when a plan is made
+            # the global shape is not known yet, so the options are checked when a plan is made
             return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
         raise ValueError(f"{name}: {wrong}") from None
 
@@ -127,10 +128,10 @@ class OptionsReader:
         self._kept: list[tuple[tuple[object, ...], Settings | None]] = []
 
     def read(self, groups: Sequence[Group]) -> list[Settings | None]:
-        """Current settings of each group; None for an AdamW group.
+        """Return the current settings of each group; None for a group that AdamW updates.
 
         Raises:
-            ValueError: An option is invalid; the message has the group's index.
+            ValueError: An option is invalid. The message has the group's index.
         """
         found: list[Settings | None] = []
         for index, group in enumerate(groups):
@@ -146,7 +147,7 @@ class OptionsReader:
 
 
 def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy of a param group given by the caller, with its parameters as a list and its process groups as `GroupRef`s.
+    """Copy a param group given by the caller, with its parameters in a list and its process groups as `GroupRef`s.
 
     Raises:
         TypeError: The group is not a dict, or its parameters are in a set.
@@ -166,15 +167,15 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change."""
+    """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change later."""
     for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
-        if key != "differentiable":  # set by torch.optim.Optimizer itself
+        if key != "differentiable":  # torch.optim.Optimizer sets this option itself
             group.setdefault(key, value)
 
 
 def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Add missing options to loaded groups, in place (checkpoints of torch.optim.Muon): from the optimizer's group at
-    the same index (`mine`), then from its defaults."""
+    """Add options that loaded groups lack, as in checkpoints of torch.optim.Muon, in place. They are taken from the
+    optimizer's group at the same index (`mine`), then from its defaults."""
     for index, group in enumerate(groups):
         group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
         complete(group, defaults)
@@ -206,7 +207,7 @@ def check_param_group(
     check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
-    # a group taken from another optimizer has every option
+    # a group with all of Muon's options comes from another optimizer's `param_groups`, so they were not set by hand
     own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
     meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
     unset = {key for key in ("tp_group", "process_group") if key not in given}

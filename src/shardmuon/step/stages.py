@@ -1,18 +1,19 @@
 """Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants/base.py.
 
-A stage on weights gets the norm of every whole matrix by one sum over ranks, then multiplies each matrix by a factor. A
-`WeightSet` computes a rank's part of the sums; `begin_weights` and `finish_weights` reduce them over ranks and hand the
-`WeightSet` the results.
+Such a stage gets the norms of all whole matrices from one sum over ranks, and multiplies each matrix by a factor. A
+`WeightSet` computes this rank's part of the sums; `begin_weights` and `finish_weights` sum over ranks and pass the
+results back to the `WeightSet`.
 
 [Note: norms of whole matrices]
-    Each piece is squared and summed in fp64 by the first rank that stores it. The ranks that share a parameter add up
-    their sums, and the root is rounded to fp32. Another layout adds in another order, which changes only the fp64 sums,
-    by a relative 1e-16 or so. The fp32 norm changes only if it lies that close to the midpoint of two fp32 numbers:
-    about one norm in 25 million. Gradient norms are computed likewise (gradients/clip.py).
+    The elements of a shard are squared and summed in fp64, by the first of the ranks that store it. The ranks that
+    share a parameter add up their sums, and the square root is rounded to fp32. With another sharding, the order of
+    additions differs, which changes the fp64 sums by a relative error of about 1e-16. The fp32 norm changes only if the
+    fp64 value is that close to the midpoint of two fp32 numbers, as happens for about one norm in 25 million. Gradient
+    norms are computed in the same way (gradients/clip.py).
 
 [Note: matrices of zeros]
-    Zero matrices are found when norms are first taken, and reported once, by name. The host never waits for its device:
-    the result is copied asynchronously, and a later step warns of it.
+    Matrices of zeros are found when norms are first computed, and reported once, by name. The CPU never waits for the
+    device: the result is copied asynchronously, and a later step issues the warning.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # elements summed at a time: CPUs copy them to fp64 first, and this many stay in cache
+_PART = 1 << 17  # elements summed at a time; CPUs copy them to fp64 first, and this many fit in the cache
 
 
 class WeightSet:
-    """Parameters that share one set of ranks and one stage on weights, as seen by one rank. Cached between steps; holds
-    no tensor.
+    """Parameters that are shared by the same ranks and have the same stage on weights, with this rank's part in
+    computing the norms of their matrices. Cached between steps; holds no tensor.
 
     Args:
         plan: The plan.
@@ -60,8 +61,9 @@ class WeightSet:
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
         self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
-        self._names = list[str]()  # of each matrix
-        # index of the matrix of each tile and of each norm stored here; True for each tile that this rank must sum
+        self._names = list[str]()  # name of each matrix
+        # for each tile and each norm that this rank stores: index of its matrix; for each tile: True if this rank sums
+        # it
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
@@ -83,7 +85,7 @@ class WeightSet:
         return self._text
 
     def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
-        """This rank's part of each matrix's squared norm."""
+        """Compute this rank's part of the squared norm of each matrix."""
         parts: list[list[Tensor]] = [[] for _ in self._names]
         tiles = self._tiles.of(work.weights)
         for at, counts, tile in zip(self._tiles_at, self._counts, tiles, strict=True):
@@ -98,20 +100,20 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
-        """Store norms that are not known yet, and queue a check for zero matrices. Runs before the update."""
+        """Store norms that are not known yet, and queue a check for matrices of zeros. Called before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         if self._rank == self.ranks[0]:  # only one rank warns
             watch.coming.append((self._names, Later((kept[:, 0] == 0).logical_and_(norm == 0))))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
-        """Multiply each matrix of weights by its factor. Runs after the update."""
+        """Multiply each matrix of weights by its factor. Called after the update."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
         tiles = self._tiles.of(work.weights)
-        # CPUs multiply half precision by a 0-dim fp32 tensor in fp32; other devices would round a 0-dim factor to the
-        # weight's dtype first, so it gets a dim there
+        # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round such a
+        # factor to the weight's dtype, so it gets one dim there.
         factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
         for dtype in {tile.dtype for tile in tiles}:
             numbers = (factor if dtype == torch.float64 else factor.float()).unbind(0)
@@ -119,7 +121,7 @@ class WeightSet:
             foreach_mul_([tile for tile, _ in pairs], [number for _, number in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
-        """The stored norm of each matrix; 0 if this rank does not store it."""
+        """Read the stored norm of each matrix; 0 for norms that this rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
@@ -140,7 +142,7 @@ def _parts(tile: Tensor) -> list[Tensor]:
 
 
 def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
-    """Square roots rounded to fp32, returned as fp64."""
+    """Compute square roots, round them to fp32, and return them as fp64."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
 
@@ -149,15 +151,15 @@ def _on_weights(stages: Stages) -> WeightStage:
 
 
 def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-    """The weight sets of a rank, in the order in which every rank sums their norms; the order depends only on their
-    content.
+    """Make the weight sets of a rank. All ranks process their sets in this order, which depends only on the content of
+    the sets.
 
     Args:
         plan: The plan.
-        stages: Index of a parameter -> its stages, for the rank's parameters to be processed: before the update those
-            with new norms, after it those with gradients. Must be the same on all ranks that share a parameter.
+        stages: Index of a parameter -> its stages, for the parameters to be processed: before the update, those with
+            new norms; after it, those with gradients. All ranks that share a parameter must agree on this.
         rank: The rank.
-        shapes: Shape of the rank's storage of each parameter of the plan.
+        shapes: Shape of the rank's local storage of each parameter of the plan.
     """
     found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
     for param, of_param in stages.items():
@@ -172,13 +174,13 @@ def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Seq
 
 
 class ZeroWatch:
-    """Watch for matrices whose norm is 0 when it is first taken. Each optimizer has one."""
+    """Watch for matrices whose norm is 0 when it is first computed. Each optimizer has one watch."""
 
     def __init__(self) -> None:
         self.coming: deque[tuple[Sequence[str], Later]] = deque()  # names of matrices, and a mask of the zero ones
 
     def report(self) -> None:
-        """Warn of the zero matrices in results that have arrived by now."""
+        """Warn about matrices of zeros, as far as results have arrived from the device."""
         found = [
             name for names, zero in arrived(self.coming) for name, is_zero in zip(names, zero, strict=True) if is_zero
         ]
@@ -192,7 +194,8 @@ class ZeroWatch:
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
-    """Run the stages on weights before the update, for parameters with new norms. Collective among each set.
+    """Prepare the stages on weights before the update, for parameters with new norms. Collective over the ranks of each
+    set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -203,7 +206,7 @@ def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch
 
 
 def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> None:
-    """Run the stages on weights after the update. Collective among each set.
+    """Run the stages on weights after the update. Collective over the ranks of each set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -214,7 +217,8 @@ def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> N
 
 
 def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
-    """Context in which errors become an ExchangeError that names the set; a set of one rank raises them unchanged."""
+    """Return a context that converts errors to an ExchangeError that names the set. If the set has only one rank,
+    errors stay unchanged."""
     return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
 
 

@@ -1,12 +1,13 @@
-"""Tiles of a program as views of local tensors and of a buffer, and the element-wise updates of momentum and weights.
+"""Elementwise updates of momentum and weights on tiles. A tile is a part of a matrix that this rank stores; it is
+accessed as a view of a local tensor or of an exchange buffer.
 
-Momentum and weights are updated in place in this rank's storages, similar tiles in one call. Nothing is communicated or
-orthogonalized here. Weights, gradients and momentum may have different dtypes, and may be on another device than the
-buffers.
+Momentum and weights are updated in place in this rank's local storage, similar tiles in one call. Nothing is
+communicated or orthogonalized in this module. Weights, gradients and momentum may have different dtypes, and may be on
+another device than the buffers.
 
 The update rules (momentum, weight decay, apply) are at the end. They take lists of views of local storage; functions
-whose names end in an underscore work in place. Each element gets the same bits wherever it is in a shard (checked by
-tests): fp32 `lerp`, `mul` and `add` guarantee this, half-precision `add` with `alpha` on CPUs does not, so
+whose names end in an underscore work in place. An element gets the same bits at any position in a shard (checked by
+tests). fp32 `lerp`, `mul` and `add` guarantee this. Half-precision `add` with `alpha` on CPUs does not, so
 half-precision weights are updated in fp32 and rounded once.
 """
 
@@ -38,7 +39,7 @@ from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
 from shardmuon.step.options import Settings
 
 Kind = tuple[object, ...]
-Stored = Sequence[Sequence[Tensor]]  # for each parameter, this rank's stage state, one fp32 tensor per `Spec.kept`
+Stored = Sequence[Sequence[Tensor]]  # for each parameter, the fp32 state tensors of its variant's stages on this rank
 
 
 @dataclass
@@ -48,10 +49,10 @@ class Work:
     Attributes:
         weights, grads, momenta: This rank's local tensor for each parameter.
         settings: Settings of each parameter's group.
-        kept: For each parameter, this rank's stage state, one tensor per `Spec.kept`.
+        kept: For each parameter, the state tensors of its variant's stages on this rank, in the order of `Spec.kept`.
         rounding: Index of a parameter -> its random streams, for parameters with stochastic or 8-bit rounding.
-        kinds: For each parameter, a value that is equal for those whose tensors may share list operations: they have
-            one group, and equal dtypes and devices.
+        kinds: For each parameter, its group, dtypes and devices. Tensors of parameters with equal kinds may be
+            processed by one list operation (torch._foreach_*).
     """
 
     weights: list[Tensor | None]
@@ -63,19 +64,20 @@ class Work:
     kinds: list[Kind] = field(default_factory=list)
 
 
-# Most elements of the tiles in one list operation, unless it is a single tile. Bounds temporaries of momentum and of
-# updates of half-precision weights: on a CPU they fit into the cache, elsewhere this many elements fill a launch.
+# Largest number of elements in one list operation, unless it has a single tile. This bounds temporaries of momentum and
+# of updates of half-precision weights. On a CPU they fit in the cache; on other devices, this many elements are enough
+# for one kernel launch to be efficient.
 PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
-# Consecutive tiles of equal sizes and strides at equal distances in a buffer, as one view with a leading dim: sizes,
-# strides, start
+# (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles with equal sizes and strides at
+# equal distances; its first dim counts the tiles.
 _Row = tuple[Ints, Ints, int]
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list with one per tile
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # takes the entries of certain tiles out of a list for all tiles
 
 
 def dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
-    """Split tiles into portions of one kind and of at most `limit` elements (or one tile). Returns the indices of each
-    portion's tiles."""
+    """Split tiles into portions with tiles of one kind and at most `limit` elements, or with a single larger tile.
+    Return the indices of the tiles in each portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -93,21 +95,22 @@ def _pick(places: list[int]) -> _Pick:
 
 
 class Side:
-    """The tiles of one buffer (a wire, or the batches), with views of them in this rank's storages.
+    """The tiles of an exchange buffer, or of the buffer of batches. A tile is a part of a matrix that this rank stores;
+    this class makes views of tiles in local tensors and in the buffer.
 
-    Strides of a storage are read on every access: a gradient's strides may differ from those of the last step and from
-    its parameter's.
+    Strides of a local tensor are read on every access, because a gradient's strides may differ from those of the last
+    step and from those of its parameter.
 
     Args:
-        loads: Loads of a program.
-        views: View of each parameter.
-        shapes: Shape of this rank's storage of each parameter.
+        loads: The tiles and their places in the buffer.
+        views: For each parameter, which matrices it holds.
+        shapes: For each parameter, shape of this rank's local storage.
 
     Attributes:
         loads: The tiles and their places in the buffer.
-        params: Index of each tile's parameter.
-        views: View of each tile's parameter.
-        shapes: (rows, cols) of each tile's matrix.
+        params: For each tile, index of its parameter.
+        views: For each tile, which matrices its parameter holds.
+        shapes: For each tile, (rows, cols) of its matrix.
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
@@ -116,21 +119,21 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # a tile that covers its whole storage needs no view
+        # tiles for which `of` makes a view; the others cover the whole local tensor
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        # for each tile, strides of its storage -> offset and strides of the tile
+        # cache for each tile: strides of the local tensor -> offset and strides of the tile
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        self._dealt_for: tuple[list[Kind], int] | None = None  # kinds of the tiles and limit of the last portions
+        self._dealt_for: tuple[list[Kind], int] | None = None  # (kinds, limit) of the cached portions
         self._dealt: list[tuple[list[int], _Pick]] = []
 
     @cached_property
     def patches(self) -> list[Patch]:
-        """The patch (rows and columns of its matrix) that each tile covers."""
+        """The patch of each tile: the rows and columns of its matrix that the tile covers."""
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Each tile as a view of its parameter's entry in `storages` (weights, gradients or momentum)."""
+        """Make a view of each tile in local tensors (weights, gradients or momentum; one entry per parameter)."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
             storage = found[at]
@@ -143,15 +146,15 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Each tile as a view of the buffer, with the same shape as from `of`."""
+        """Make a view of each tile in the buffer, with the same shapes as the views from `of`."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
     def portions(self, work: Work) -> list[tuple[list[int], _Pick]]:
-        """Split the tiles into portions for list operations, see `Work.kinds`. Returns for each portion the indices of
-        its tiles, and a function that selects their entries from a list with one entry per tile."""
+        """Split the tiles into portions that list operations can process in one call. Return for each portion the
+        indices of its tiles, and a function that selects their entries from a list with one entry per tile."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
@@ -179,8 +182,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Places of the stage state of some matrices in this rank's state tensors, and on a wire if it is sent. Cached
-    between steps; holds no tensor."""
+    """Locations of the stage state (state of a variant's stages) of some matrices: in this rank's state tensors and, if
+    the state is sent, in an exchange buffer. Cached between steps; holds no tensor."""
 
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
@@ -189,18 +192,18 @@ class KeptSide:
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
-        """The stage state of each matrix, as views of this rank's state tensors."""
+        """Make a view of each matrix's stage state in this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: Stored, wire: Tensor) -> None:
-        """Write the stage state to the wire, bit for bit."""
+        """Write the stage state to an exchange buffer, bit for bit."""
         targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
         foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: Stored) -> None:
-        """Copy stage state received on the wire to this rank's state tensors."""
-        # copied to new memory first, since a slot on the wire may not be aligned for fp32
+        """Copy stage state from a receive buffer to this rank's state tensors."""
+        # `cat` copies to new memory first, since a place in the buffer may not be aligned for fp32
         came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
         sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
         targets = self.of(stored)
@@ -208,16 +211,17 @@ class KeptSide:
         foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
 
 
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the wire's dtype
-    """Reinterpret fp32 numbers as elements of the wire's dtype, padded to whole elements."""
+def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the exchange buffer's dtype
+    """Reinterpret fp32 numbers as elements of an exchange buffer's dtype, padded to whole elements."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
-    # cat copies to new memory: the numbers of a block of rows may not be aligned for fp64
+    # `cat` copies to new memory, since numbers that begin in the middle of a tensor may not be aligned for fp64
     whole = torch.cat([numbers, numbers.new_zeros(padding)])
     return whole.view(wire.dtype).to(wire.device)
 
 
 def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
-    """Stage state of the matrices of each batch: a list per batch with one side per `Spec.kept`."""
+    """Locate the stage state of the matrices in each batch. The result has a list per batch, with one entry per stage
+    that has state."""
     found = []
     for batch in program.batches:
         items = [plan.items[number] for number in batch.items]
@@ -233,9 +237,9 @@ def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
 def update_momentum(
     side: Side,
     work: Work,
-    targets: Sequence[Tensor] | None,  # for each tile, receives the input of orthogonalization; None: not needed here
+    targets: Sequence[Tensor] | None,  # per tile, overwritten with the input of orthogonalization; None: not needed
 ) -> None:
-    """Update the momentum of a side's tiles, and write the input of orthogonalization to `targets`."""
+    """Update the momentum of the tiles of `side`, and write the input of the orthogonalization to `targets`."""
     if not side.loads:
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
@@ -268,8 +272,9 @@ def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor,
     step_stored_(stored, grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
 
 
-def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims of rows, then blocks
-    """The scales of an 8-bit tile, as a view of the rank's scales. The tile must start at a block boundary."""
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # row dims, then blocks
+    """Return the scales of a tile with 8-bit momentum, as a view of the scales that this rank stores for the parameter.
+    The tile must start at a block boundary."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -287,9 +292,9 @@ def apply_results(
     work: Work,
     updates: Sequence[Tensor],  # orthogonalized update of each tile
     *,
-    like_torch: bool,  # use torch.optim.Muon's own operations where the options allow
+    like_torch: bool,  # use torch.optim.Muon's own operations, unless weights decay cautiously or round stochastically
 ) -> None:
-    """Apply weight decay and the orthogonalized updates to the weights of a side's tiles."""
+    """Apply weight decay and the orthogonalized updates to the weights of the tiles of `side`."""
     if not side.loads:
         return
     weights = side.of(work.weights)
@@ -324,7 +329,8 @@ def momentum_(
     momentum: float,
     nesterov: bool,
 ) -> Sequence[Tensor]:  # input of orthogonalization; with nesterov=False the buffers themselves
-    """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. Same as torch.optim.Muon."""
+    """Update the momentum by B <- B + (1 - momentum) (G - B). Return G + momentum (B - G) with Nesterov momentum, else
+    B. The same as in torch.optim.Muon."""
     if grads[0].dtype != buffers[0].dtype:
         grads = foreach_to(grads, buffers)
     foreach_lerp_(buffers, grads, weight=1 - momentum)
@@ -339,10 +345,11 @@ def momentum_into_(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """`momentum_` with its result written to `out`; without temporaries on a CPU if `out` has the momentum's dtype.
+    """Call `momentum_` and write its result to `out`. On a CPU, this takes no temporaries if `out` has the momentum's
+    dtype.
 
-    Accelerators use a temporary: they run a list in one launch only if all tensors are dense, and tiles of a batch may
-    have gaps.
+    Accelerators use a temporary, because they process a list of tensors in one launch only if all tensors are dense,
+    and tiles of a batch may have gaps.
     """
     first, last = out[0], buffers[0]
     in_place = nesterov and first.dtype == last.dtype and first.device.type == last.device.type == "cpu"
@@ -357,10 +364,10 @@ def momentum_into_(
 
 
 def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Split lists of tensors with equal shapes at each index into slabs that fit into a CPU's cache; on other devices,
-    yield the lists unchanged.
+    """Split lists of tensors into slabs that fit in a CPU's cache; on other devices, yield the lists unchanged. Tensors
+    at the same index of the lists have the same shape.
 
-    Only lists of one tensor are split: longer lists are already limited in size (`Side.portions`).
+    Only lists of one tensor are split, because `Side.portions` has already limited the size of longer lists.
     """
     first = columns[0][0]
     if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION:
@@ -373,15 +380,16 @@ def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]
 
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
-    updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
+    updates: Sequence[Tensor],  # orthogonalized, of the same shapes, in the dtype of exchanges
     alphas: Sequence[float],  # for each view, lr * the scale of its matrix
     lr: float,
     weight_decay: float,
     cautious: bool,
-    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # per view, fp32 -> half precision; default: nearest
+    # for each view, a function that rounds fp32 to half precision; default: round to nearest
+    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """W <- (1 - lr * wd) W - alpha * O for each view. `cautious`: W decays only where O * W > 0, so that decay never
-    works against the update."""
+    """Update each view by W <- (1 - lr * wd) W - alpha * O. If `cautious`, W decays only where O * W > 0, so that decay
+    never works against the update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else in_cache(params, updates):
@@ -408,29 +416,30 @@ def decay_agreeing_(
     agreement: Tensor,  # same shape: positive where weight and update agree
     factor: float,
 ) -> None:
-    """W <- factor W where `agreement` is positive; W is unchanged elsewhere, also where `agreement` is NaN."""
-    # where(.., factor, 1.0) would be fp32 for weights of any dtype
+    """Multiply W by `factor` where `agreement` is positive. W is unchanged elsewhere, even where `agreement` is NaN."""
+    # `where(agreement > 0, factor, 1.0)` would be fp32, which is too narrow for fp64 weights
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
 
 def apply_like_torch_(
     param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
-    update: Tensor,  # same number of elements, bf16
+    update: Tensor,  # bf16, with the same number of elements
     lr: float | Tensor,  # a tensor must have one element, in any number of dims
-    scale: float,  # factor on lr for the whole matrix's shape
+    scale: float,  # factor on lr, computed from the shape of the whole matrix
     patch: Patch,
-    shape: tuple[int, int],  # of the whole matrix
+    shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,
     weight_decay: float,
 ) -> None:
-    """Exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, also on a shard.
+    """Compute exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, even on a
+    shard.
 
-    An lr given as a tensor is used as a tensor, since torch rounds both factors to its dtype.
+    An lr given as a tensor stays a tensor, since torch rounds both factors to its dtype.
 
     torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
-    differently again if the update is a transposed view, as it is for tall matrices. So the view is copied to its own
-    position in a full-size matrix, and torch's operation runs on that matrix. This takes two matrices of scratch memory
-    and is meant for proofs, not for speed.
+    differently again if the update is a transposed view, as it is for tall matrices. Therefore the local view is copied
+    to its position in a matrix of full size, and torch's operation runs on this matrix. This takes scratch memory for
+    two matrices. It is meant for exact comparisons with torch, not for speed.
     """
     if isinstance(lr, Tensor):
         lr = lr.squeeze().cpu()

@@ -1,9 +1,9 @@
-"""Validation of a step: read everything that the step depends on, without changing it, and summarize what must be equal
-on all ranks, as a digest for the vote and as text for when digests differ.
+"""Validation of a step. It reads everything that the step depends on, without changing it, and summarizes what must be
+equal on all ranks: as digests for the vote, and as text for error messages in case digests differ.
 
-Validation may raise any exception: its only caller turns the exception into this rank's vote. Missing momentum is
-allocated here, so that a rank without enough memory can report it while all ranks can still stop; the momentum is
-installed as state once all ranks agree.
+Validation may raise any exception, because its only caller reports the exception in this rank's vote. Missing momentum
+is allocated during validation, so that a rank without enough memory can report this while all ranks can still stop. The
+momentum becomes part of the optimizer's state once all ranks have agreed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Proposal(Work):
     """The step that this rank would take, and the values that it compares with other ranks.
 
     Attributes:
-        states: State of each parameter's gradient: NONE, READY or MISPLACED.
-        said: For each parameter, what must be equal on all its ranks: its gradient's word in `STATES`, and a text of
-            dtypes and options.
-        made: Index of a parameter -> its whole new state, for parameters whose state will change.
+        states: State of each parameter's gradient: NONE, READY, or MISPLACED if its layout is not the parameter's.
+        said: For each parameter, what must be equal on all ranks that share it: a word for the state of its gradient
+            (from `STATES`), and a text of dtypes and options.
+        made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
-        adamw: Index of an AdamW group -> for each of its parameters, its row; None if the parameter has no gradient or
-            no state yet, or their layouts differ.
-        presence: Bit mask over the parameters whose gradient some ranks may lack: set if this rank has the gradient.
+        adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
+            gradient or no state yet, or if the layout of either differs from the parameter's.
+        presence: Bits of the parameters whose gradient some ranks may lack; 1 if this rank has the gradient.
     """
 
     states: list[int] = field(default_factory=list)
@@ -60,8 +60,8 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Apply the vote's result to parameters of which this rank stores nothing: step those with a gradient on other
-        ranks, leave out the rest."""
+        """Apply the vote's result to parameters of which this rank stores no elements. They take part in the step if
+        another rank has their gradient, and are left out otherwise."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = READY
@@ -73,12 +73,12 @@ class Proposal(Work):
 
 
 class Memory(NamedTuple):
-    """State that an optimizer has between steps.
+    """The state of an optimizer between steps, as far as validation reads it.
 
     Attributes:
         state: State of each parameter.
-        keeper: How momentum is stored.
-        settled: State tensors of stages on weights that some step has checked.
+        keeper: The object that creates and converts stored momentum.
+        settled: Stored weight norms that some step has checked.
     """
 
     state: MutableMapping[Tensor, dict[str, Any]]
@@ -89,11 +89,11 @@ class Memory(NamedTuple):
 def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settings | None], memory: Memory) -> Proposal:
     """Read gradients and state, and return the step that this rank would take.
 
-    A fast path handles most parameters in nearly every step: gradient and momentum have the parameter's layout, and
-    momentum is stored in the dtype that it is computed in. All others are checked one by one.
+    A fast path handles most parameters in nearly every step: those whose gradient and momentum have the parameter's
+    layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
 
     Raises:
-        ValueError: A gradient or state is unusable; the message has the parameter's name.
+        ValueError: A gradient or state is unusable. The message has the parameter's name.
     """
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
@@ -125,14 +125,14 @@ def _glance(
     of_group: Settings,
     memory: Memory,
 ) -> None:
-    """Fast path: fill in the proposal for the parameters of a group that have a gradient and only momentum as state.
-    Fills in nothing if the layout of any gradient or momentum differs from its parameter's."""
+    """Take the fast path: fill in the proposal for those parameters of a group that have a gradient and no state but
+    momentum. Do nothing if the layout of any of these gradients or momenta differs from its parameter's."""
     rows, (state, keeper, _) = [], memory
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # may be None or another type, set by a framework
+            rows.append((number, param, grad, kept.get(BUFFER)))  # a framework may have stored another type
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:
@@ -148,8 +148,8 @@ def _glance(
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str:
-    """Slow path: check one parameter and fill in the proposal for it. Return a text of dtypes and state, which must be
-    equal on all its ranks."""
+    """Take the slow path: check one parameter, and fill in the proposal for it. Return a text of its dtypes and state,
+    which must be equal on all ranks that share the parameter."""
     member, keeper, stages = binding.members[number], memory.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
@@ -182,7 +182,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
 
 
 def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: Tensor) -> None:
-    """Create the state that a parameter lacks for its options, and record the new state in the proposal."""
+    """Create the state that a parameter needs for its group's options and lacks, and record it in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], memory.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
@@ -196,7 +196,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     wrong = coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
-    for key in KEPT_KEYS:  # state of the group's earlier variant would be stale if the group returned to that variant
+    for key in KEPT_KEYS:  # drops state of an earlier variant: it would be stale if the group returned to that variant
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
@@ -206,7 +206,8 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
-    """Raise ValueError if several elements share memory (an expanded view): torch refuses to write to such a tensor."""
+    """Raise ValueError if several elements of a tensor share memory, as in an expanded view: torch cannot write to
+    it."""
     stride = tensor.stride()
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
         raise ValueError(
@@ -219,10 +220,11 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
-    """The AdamW row of each parameter of a group, or None (see `Proposal.adamw`).
+    """Collect the local tensors (row) of each parameter of an AdamW group; None for parameters without gradient or
+    state.
 
     Raises:
-        ValueError: A gradient or state is unusable; the message has the parameter's name.
+        ValueError: A gradient or state is unusable. The message has the parameter's name.
     """
     params = group["params"]
     found: list[Row | None] = [None] * len(params)
@@ -247,8 +249,8 @@ def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
-    """Raise ValueError if torch's AdamW cannot step a parameter. AdamW cannot mix dtypes, and would raise only after
-    other parameters have changed."""
+    """Raise ValueError if torch's AdamW cannot update a parameter, for example because dtypes differ. AdamW itself
+    would raise only after other parameters have changed."""
     if p.grad is None:
         _check_gradient_elsewhere(p)
         return
@@ -274,7 +276,8 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 
 
 def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, bytes]:
-    """For each set of ranks, a digest of what must be equal on them in this step. `due`: text on when they audit."""
+    """Compute, for each set of ranks, a digest of what must be equal on these ranks in this step. `due` is the text
+    about an audit of this step."""
     found = {}
     for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
@@ -284,19 +287,19 @@ def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, by
     return found
 
 
-ProposalLine = tuple[str, str, str]  # parameter name, and what is said of it
+ProposalLine = tuple[str, str, str]  # parameter name, state of its gradient, dtypes and options
 
 
 def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> list[ProposalLine]:
-    """Text of what `digests_of` summarizes for a set of ranks: a first line for the plan, then one line per
+    """Return as text what `digests_of` summarizes for a set of ranks: one line for the plan, then one line per
     parameter."""
     said = ((binding.members[number].name, *proposal.said[number]) for number in binding.alike[ranks])
     return [("", binding.digests.get(ranks, b"").hex(), ""), *((name, word, text + due) for name, word, text in said)]
 
 
 def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
-    """Error message about the first difference between the ranks of a set. `everyone`: each rank's `lines_of`, in the
-    order of `ranks`; None for a rank whose plan lacks this set."""
+    """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
+    `lines_of` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
     told = [lines for lines in everyone if lines is not None]
     plans, *lines = zip(*told, strict=False)
     if len(told) < len(ranks) or len(set(plans)) > 1:
@@ -325,11 +328,11 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) 
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
-    """The gradient's local storage; None if its layout differs from the parameter's. `weight`: the parameter's local
-    storage.
+    """Return the local storage of a gradient; None if the gradient's layout differs from the parameter's. `weight` is
+    the local storage of the parameter.
 
     Raises:
-        ValueError: The gradient is unusable; the message lacks the parameter's name.
+        ValueError: The gradient is unusable. The message lacks the parameter's name.
     """
     if grad.layout != torch.strided:
         raise ValueError(
@@ -348,7 +351,8 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
 
 
 def _check_gradient_elsewhere(param: Tensor) -> None:
-    """Raise ValueError if a parameter without `grad` has a gradient under another name: it would never be trained."""
+    """Raise ValueError if a parameter without `grad` has a gradient in another attribute. Otherwise the parameter would
+    silently not be trained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
         ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
@@ -358,8 +362,8 @@ def _check_gradient_elsewhere(param: Tensor) -> None:
 
 
 def check_can_align(param: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if the parameter's local storage (`weight`) differs from what its placements imply: a misplaced
-    gradient could not be redistributed to it."""
+    """Raise ValueError if the shape of a parameter's local storage (`weight`) is not what its placements imply. Then a
+    gradient with other placements cannot be redistributed to the parameter's layout."""
     assert is_dtensor(param), "gradients of others lie as they do, or are refused"
     if not lies_as_placed(param):
         raise ValueError(
@@ -369,11 +373,11 @@ def check_can_align(param: Tensor, weight: Tensor) -> None:
 
 
 def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
-    """The local storage of a state tensor.
+    """Return the local storage of a state tensor.
 
     Raises:
         ValueError: The state is not a strided real tensor, its layout differs from the parameter's, or it cannot be
-            written to; the message lacks the parameter's name.
+            written to. The message lacks the parameter's name.
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")

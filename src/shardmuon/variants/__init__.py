@@ -1,7 +1,10 @@
-"""Variants of Muon: stages around the orthogonalization, one file and one row here for each. Read base.py first.
+"""Variants of Muon. A variant consists of stages: computations added before or after the orthogonalization, or after
+the update of the weights. Each variant has a row in `VARIANTS`, and its stages have a file in this folder. Read base.py
+first.
 
-A group's `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages run by place (before, after,
-on weights); stages at the same place run in the order in which the variants are written.
+A group's `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages before the orthogonalization
+run first, then stages after it, then stages on weights. Stages of one kind run in the order in which the variants are
+named.
 """
 
 from __future__ import annotations
@@ -18,18 +21,18 @@ Stages = tuple[Stage, ...]
 
 
 class Variant(NamedTuple):
-    """A row of the table of variants.
+    """An entry of the table of variants.
 
     Attributes:
         stages: The variant's stages.
-        decays: True if weight decay can be combined with the variant.
+        decays: True if the variant can be combined with weight decay.
     """
 
     stages: Stages
     decays: bool = True
 
 
-CAUTIOUS = "cautious"  # has no stage: it changes the weight decay, see `apply_` in step/update.py
+CAUTIOUS = "cautious"  # has no stage; it changes the weight decay, in `apply_` of step/update.py
 VARIANTS: dict[str, Variant] = {
     "muon_eq": Variant((MuonEq(),)),
     "normuon": Variant((NorMuon(),)),
@@ -39,15 +42,15 @@ VARIANTS: dict[str, Variant] = {
 
 _STAGES = [stage for row in VARIANTS.values() for stage in row.stages]
 KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # state keys of all stages
-WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # those that store weight norms
+WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # state keys of weight norms
 _ALL = ", ".join(map(repr, VARIANTS))
 
 
 def names_in(variant: str | None) -> tuple[str, ...]:
-    """The names in a group's `variant`. None: plain Muon.
+    """Split a group's `variant` into the names of variants; () for None, which is plain Muon.
 
     Raises:
-        ValueError: A name is unknown or given twice. The message does not name the group.
+        ValueError: `variant` is not text, or a name is unknown or given twice. The message does not name the group.
     """
     if variant is None:
         return ()
@@ -84,10 +87,10 @@ def check_variant(group: Mapping[str, Any]) -> None:
 
 
 def stages_of(group: Mapping[str, Any]) -> Stages:
-    """The stages of a group, in the order in which they run. () for plain Muon.
+    """Return the stages of a group's variant, in the order in which they run; () for plain Muon.
 
     Raises:
-        ValueError: See `names_in`.
+        ValueError: The group's `variant` is invalid.
     """
     found = [stage for name in names_in(group.get("variant")) for stage in VARIANTS[name].stages]
     places = (BeforeStage, AfterStage, WeightStage)
@@ -95,7 +98,8 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """The stages that have state, the first for each `key`. State tensors have this number and order."""
+    """Select the stages that have state, one for each state `key` (the first). A parameter has one state tensor for
+    each of them, in this order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)
 

@@ -1,7 +1,8 @@
-"""Control of weight norms: Hyperball, which holds the norm of each weight matrix constant.
+"""Variants that control the norms of weights: Hyperball, which keeps the norm of each weight matrix constant.
 
-State: one fp32 number per matrix, its norm before the first step. 0 means unknown: the matrix was zeros, or torch's
-checkpointing created the state before any step. The next step is then plain Muon's, and the norm is measured after it.
+State: one fp32 number per matrix, its norm before the first step. 0 means that the norm is not known yet. This is so if
+torch's checkpointing created the state before any step: the next step then measures the norm before it updates weights.
+It is also so for a matrix of zeros: its next step is one of plain Muon, and the norm is measured after that step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ RADIUS = "weight_radius"
 
 
 class HyperballUpdate(AfterStage):
-    """Scaling of the update to the constant norm R of the weights: O <- R O / ||O||_F. See `HyperballWeight`."""
+    """Scaling of the update O to R, the norm at which `HyperballWeight` keeps the weights: O <- R O / ||O||_F."""
 
     key: ClassVar[str] = RADIUS
     travels: ClassVar[bool] = False
@@ -32,13 +33,14 @@ class HyperballUpdate(AfterStage):
 
 
 class HyperballWeight(WeightStage):
-    """Hyperball, which holds the norm of each weight matrix constant. With R = ||W_0||_F:
+    """Hyperball, which keeps the norm of each weight matrix constant. With R = ||W_0||_F:
 
         W <- R (W - lr R O / ||O||_F) / || same ||_F
 
-    Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py).
-    There the user gives one R, every matrix is first scaled to that norm, and a matrix whose norm is nearly 0 becomes
-    0. Here R is the matrix's own norm; a matrix of zeros takes one step of plain Muon and has R from then on.
+    Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py). In
+    that library, the user sets one R for all matrices, each matrix is first scaled to this norm, and a matrix whose
+    norm is nearly 0 becomes 0. In this class, R is the matrix's own norm. A matrix of zeros takes one step of plain
+    Muon, and its R is the norm after this step.
     """
 
     key: ClassVar[str] = RADIUS

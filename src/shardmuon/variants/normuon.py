@@ -1,4 +1,6 @@
-"""NorMuon: rows (or columns) of an orthogonalized matrix, each divided by its running root mean square."""
+"""NorMuon, a variant of Muon that divides each row (or column) of the orthogonalized matrix by its running root mean
+square.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ class NorMuon(AfterStage):
         O'' =  O' ||O||_F / ||O'||_F
 
     Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
-    `muon_step_fused`), which takes the mean along the shorter dim: orthogonalization leaves the longer dim's lines
-    uneven in size. dion (dion/normuon.py) always takes the mean along columns, divides by sqrt(v) + 1e-8, and restores
-    the norm of each shard of a sharded matrix. v needs no bias correction, because the norm is restored.
+    `muon_step_fused`), which takes means over the shorter dim. The reason is that orthogonalization gives equal norms
+    to the columns of a tall matrix but not to its rows, and the reverse for a wide matrix. dion (dion/normuon.py)
+    always takes the mean along columns, divides by sqrt(v) + 1e-8, and restores the norm of each shard of a sharded
+    matrix. v needs no bias correction, because the norm is restored.
 
     Attributes:
-        beta2: Weight of the previous average, as in nanochat and the paper.
+        beta2: Weight of the previous value in the running average v, as in nanochat and the paper.
     """
 
     beta2: ClassVar[float] = 0.95
@@ -40,6 +43,6 @@ class NorMuon(AfterStage):
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=_LEAST)
-        # ||O||^2 and ||O'||^2 are both proportional to sums of the lines' mean squares.
+        # ||O||^2 and ||O'||^2 are proportional, by the same factor, to the sums of the lines' mean squares
         restored = over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
