@@ -1,5 +1,5 @@
-"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework,
-registered here. They may import anything except commands and testing. No layer below imports them.
+"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework. This
+file registers them. They may import anything except `commands` and `testing`. No lower layer imports them.
 """
 
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost

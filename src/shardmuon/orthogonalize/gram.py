@@ -1,43 +1,46 @@
-"""The Gram form of Newton-Schulz: where it must restart, by a bound on rounding errors; and a check of its results.
+"""The Gram form of Newton-Schulz: the choice of restarts, by a bound on rounding errors, and a check of the results.
 
-With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X gives X = Q X_0 for a polynomial Q of R_0. So iterate Q
-and R as m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
-m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products; the standard form has 2 k and k.
+With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X gives X = Q X_0 for a polynomial Q of R_0. So the Gram form
+iterates Q and R as m x m matrices and multiplies once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps, it
+needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard form needs
+2 k m x m x n products and k symmetric m x m x m products.
 
 [Note: restarts]
-    Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
+    Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, and a
     schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. The update
-    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification]. A restart recomputes
-    R, so that only the slope since the restart counts. `plan_restarts` chooses the fewest restarts that keep d small
-    and the amplification of rounding within a factor of the standard form's (or its effect below 1e-3), and among such
-    plans the one with the best-conditioned Q. Two ways to restart:
+    itself loses as much accuracy, and with some polynomials 10 to 100 times more ([Note: amplification]). A restart
+    recomputes R, so that only the slope since the restart counts. `plan_restarts` chooses the fewest restarts that keep
+    d small and the amplification of rounding within a constant factor of the standard form's (or its effect below
+    1e-3). Among plans with equally many restarts, it chooses the plan with the best-conditioned Q. There are two ways
+    to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
     locally    R <- Q R_0 Q with R_0 stored in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
-               needs no X, hence no communication where columns are spread over ranks. Used in fp16 and for a single
-               restart: each adds a rounding of the product of the Q's (eight steps of Polar Express, log-spaced
-               values: error .018 from X, .023 locally). In fp32 it would bring back R_0's own rounding and gain
-               nothing.
-    bf16 is refused: with 8 bits d is so large that even restarts do not help (errors of 0.2 to 2 with restarts, 1e5 on
-    a power law without). The standard form in bf16 stays within 0.02 to 0.1.
+               does not need X, hence no communication if columns are spread over ranks. Used only in fp16 and for a
+               single restart, because each adds a rounding of the product of the Q's (eight steps of Polar Express,
+               log-spaced values: error .018 from X, .023 locally). In fp32 it would bring back R_0's own rounding and
+               gain nothing.
+    bf16 is not allowed: with 8 bits, d is so large that even restarts do not help (errors of 0.2 to 2 with restarts,
+    1e5 on a power law without). The standard form in bf16 stays within 0.02 to 0.1.
 
 [Note: amplification]
     In the singular basis of X, rounding adds to R, and to every product, a matrix whose entries are at most u (the unit
-    roundoff) times the largest possible entry. To first order each entry (i, j) of this error evolves independently of
+    roundoff) times the largest possible entry. To first order, each entry (i, j) of this error evolves independently of
     the other entries: a step multiplies it by divided differences of the step's polynomial at the two eigenvalues,
-    which are all known. So one pass over a grid of pairs of singular values, 0 included, gives the worst factor from
-    any rounding in a segment (the steps between two restarts) to the final update: its amplification. The segment
-    contributes u times its amplification to the error.
+    which are all known. So one pass over a grid of pairs of singular values, 0 included, gives the largest factor by
+    which any rounding in a segment (the steps between two restarts) can grow until the final update. This factor is the
+    segment's amplification; the segment contributes u times its amplification to the error.
 
-    The worst pair is nearly always (0, large): a direction absent from the gradient, paired with one present in it. An
-    error e in that entry of R reaches Q as (slope so far) * b * e * (slope to come), and is then multiplied by a large
-    singular value: slope**2 * u of the update. That is why gradients of rank 1 to 3 are the worst, and why the growth
-    of spurious eigenvalues alone is no sufficient criterion: polynomials that first raise large values and then shrink
-    them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 relative to what remains.
+    The worst pair is nearly always (0, large): a direction that is absent from the gradient, paired with a direction
+    that is present. An error e in this entry of R reaches Q as (slope so far) * b * e * (slope to come), and is then
+    multiplied by a large singular value, which makes slope**2 * u of the update. This explains why gradients of rank 1
+    to 3 are the worst, and why it is not enough to limit the growth of spurious eigenvalues: polynomials that first
+    raise large values and then shrink them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100
+    relative to what remains.
 
 [Note: results that are not finite]
-    If a finite matrix gives a non-finite result, zeros replace the result: the weights decay but get no update in this
-    step. This has never been observed. Nothing waits for the device to report it: the counts are copied to the host
-    asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
+    If a finite matrix gives a non-finite result, the result is replaced by zeros: the weights decay but get no update
+    in this step. This has never been observed. To report it without waiting for the device, the counts are copied to
+    the host asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
@@ -58,19 +61,19 @@ from shardmuon.orthogonalize.schedules import Triples
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# dtype -> (size of the most negative eigenvalue that rounding leaves in R, the size to which it may grow). Dao-AILab
-# saw 4e-4 in fp16; the other dtypes are assumed to have the same error in units of their epsilon.
+# dtype -> (size of the most negative eigenvalue that rounding leaves in R, limit to which it may grow). Dao-AILab found
+# 4e-4 in fp16; the other dtypes are assumed to have the same error in units of their epsilon.
 _NOISE: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (4e-4, 1.0),
     torch.float32: (4e-4 * 2.0**-13, 1e-3),
     torch.float64: (4e-4 * 2.0**-42, 1e-3),
 }
-# Largest allowed ratio of this form's rounding bound to the standard form's. In fp16 both bounds are above 1 on inputs
-# of low rank; with ratios of bounds up to 18, measured errors are at most 4.4 times the standard form's.
+# Largest allowed ratio of the Gram form's error bound to the standard form's. In fp16, both bounds are above 1 on
+# inputs of low rank. With ratios of bounds up to 18, measured errors are at most 4.4 times the standard form's.
 _EXCESS = {torch.float16: 18.0, torch.float32: 12.0, torch.float64: 12.0}
 _NEGLIGIBLE = 1e-3  # error relative to the update: a tenth of the error of bf16 products
-_LOCAL_ASPECT = 7 / 3  # n/m above which a local restart is less work
-_MAX_PLANS = 2000  # with more candidate plans, the one with the latest restarts is used without a search
+_LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a restart by R <- Q R_0 Q takes less work than a restart from X
+_MAX_PLANS = 2000  # if there are more candidate plans, use the plan with the latest restarts without a search
 
 
 def check_gram_dtype(dtype: torch.dtype) -> None:
@@ -83,17 +86,19 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
 
 
 def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if an m x n matrix (m <= n) restarts locally, by R <- Q R_0 Q: see [Note: restarts]."""
+    """True if, for an m x n matrix (m <= n), the Gram form restarts by R <- Q R_0 Q, without X: see [Note:
+    restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(plan_restarts(coefficients, dtype)) == 1
 
 
 @lru_cache(maxsize=256)
 def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
-    """Indices (1 .. k-1) of the steps before which the iteration must restart, see [Note: restarts]."""
+    """Choose the steps (indices 1 .. k-1) before which the Gram form recomputes R, to limit rounding errors: see
+    [Note: restarts]."""
     check_gram_dtype(dtype)
     noise, limit = _NOISE[dtype]
-    cost = cache(partial(_amplification, coefficients))  # cost(start, stop) of a segment
-    standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # every step as its own segment
+    cost = cache(partial(_amplification, coefficients))  # cost(start, stop): bound for the steps [start, stop)
+    standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # each step alone
     allowed = max(_EXCESS[dtype] * standard, _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
 
     def is_bearable(start: int, stop: int) -> bool:
@@ -102,7 +107,7 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
             return True
         return _growth(coefficients[start:stop], noise) <= limit and cost(start, stop) <= allowed
 
-    # Greedy: restart only when the next step would exceed a limit. No plan has fewer restarts.
+    # Greedy search: restart only when the next step would exceed a limit. No other plan has fewer restarts.
     latest, start = list[int](), 0
     for stop in range(1, len(coefficients) + 1):
         if not is_bearable(start, stop):
@@ -119,7 +124,7 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def segments(coefficients: Triples, dtype: torch.dtype) -> list[Triples]:
-    """The schedule cut into the segments between restarts."""
+    """Split the schedule into the segments between restarts."""
     return [coefficients[start:stop] for start, stop in _ends(coefficients, plan_restarts(coefficients, dtype))]
 
 
@@ -128,7 +133,8 @@ def _ends(coefficients: Triples, restarts: tuple[int, ...]) -> list[tuple[int, i
 
 
 def _growth(segment: Triples, noise: float) -> float:
-    """Size of a spurious eigenvalue -noise of R after a segment; infinite or NaN if it diverges."""
+    """Compute the size to which the steps of a segment amplify an eigenvalue -noise of R that comes from rounding.
+    Infinite or NaN if it diverges."""
     r = -noise
     for a, b, c in segment:
         z = a + r * (b + r * c)
@@ -137,7 +143,7 @@ def _growth(segment: Triples, noise: float) -> float:
 
 
 def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -> float:
-    """Largest condition number of Q over all segments."""
+    """Compute the largest condition number of Q over all segments between restarts."""
     worst = 0.0
     s = np.geomspace(1e-6, 1.0, 512)  # singular values at the segment's start
     for start, stop in _ends(coefficients, restarts):
@@ -158,7 +164,8 @@ _GRID: _Array = np.array(sorted({0.0, *np.geomspace(1e-5, 1.0, 32), *np.linspace
 
 
 def _amplification(coefficients: Triples, start: int, stop: int) -> float:
-    """Amplification of the segment of steps [start, stop), see [Note: amplification]."""
+    """Compute the largest factor by which a rounding error in steps [start, stop), which run without a restart, can
+    grow until the final update: see [Note: amplification]."""
     sigmas = _GRID
     for a, b, c in coefficients[:start]:
         sigmas = np.abs(sigmas * (a + sigmas**2 * (b + c * sigmas**2)))
@@ -170,7 +177,8 @@ def _amplification(coefficients: Triples, start: int, stop: int) -> float:
 
 
 def _after(segment: Triples, eigenvalues: _Array) -> tuple[_Array, list[_Array]]:
-    """Eigenvalues of Q after a segment, and the error in Q's entries from each rounding, in units of u."""
+    """Compute the eigenvalues of Q after the steps of a segment, and the error in the entries of Q from each rounding,
+    in units of the unit roundoff."""
     ones = np.ones((len(eigenvalues), len(eigenvalues)))
     r, q = eigenvalues, np.ones_like(eigenvalues)
     in_gram: list[_Array] = [ones * r.max()]  # one array per rounding, in the order of `in_factor`
@@ -196,7 +204,8 @@ def _after(segment: Triples, eigenvalues: _Array) -> tuple[_Array, list[_Array]]
 
 
 def _to_come(sigmas: _Array, rest: Triples) -> _Array:
-    """Largest factor by which the remaining steps multiply an error in entry (i, j), in the singular basis.
+    """Compute the largest factor by which the remaining steps multiply an error in entry (i, j) of X, in the singular
+    basis of X.
 
     The remaining steps are an odd function h of the singular values s. They multiply the symmetric part of an error by
     (h_i - h_j) / (s_i - s_j), the antisymmetric part by (h_i + h_j) / (s_i + s_j), and a part outside the row space by
@@ -220,19 +229,19 @@ def _to_come(sigmas: _Array, rest: Triples) -> _Array:
 
 
 class FiniteWatch:
-    """Replacement of non-finite results by zeros, with a warning one or more steps later. One per optimizer."""
+    """Replaces non-finite results by zeros, and warns one or more steps later. Each optimizer has one instance."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, Tensor, Tensor]] = []  # in this step: text, `_zero_or_nan` of result and input
+        self.seen: list[tuple[str, Tensor, Tensor]] = []  # this step's text, and flags (0 or NaN) of results and inputs
         self.coming: deque[tuple[list[tuple[str, int]], Later]] = deque()
 
     def keep_finite(
         self,
         out: Tensor,  # (B, m, n), the results, written to
-        x: Tensor,  # (B, m, n), the matrices they were computed from
-        text: str,  # what was run, for the warning
+        x: Tensor,  # (B, m, n), the matrices from which `out` was computed
+        text: str,  # method and shape, for the warning
     ) -> Tensor:  # (B, m, n), `out`
-        """Replace each non-finite result of a finite matrix by zeros, in place. Does not wait for the device."""
+        """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU the check costs no sync
             return out
@@ -241,9 +250,9 @@ class FiniteWatch:
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Start copying this step's findings to the host. Call it at the end of a step."""
+        """Start to copy the flags of this step's replaced results to the host. Call at the end of a step."""
         seen, self.seen = self.seen, []
-        if not seen or is_capturing(seen[0][1].device):  # replays of a CUDA graph do not run this
+        if not seen or is_capturing(seen[0][1].device):  # a replayed CUDA graph cannot send
             return
         spoiled = torch.cat([s.flatten() for _, s, _ in seen])
         given = torch.cat([g.flatten() for _, _, g in seen])
@@ -251,7 +260,7 @@ class FiniteWatch:
         self.coming.append(([(text, len(s)) for text, s, _ in seen], Later(replaced)))
 
     def report(self) -> None:
-        """Warn of the findings that have arrived at the host by now."""
+        """Warn of replaced results in earlier steps whose flags have arrived at the host by now."""
         for seen, replaced in arrived(self.coming):
             for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
                 if flags.any():
@@ -263,5 +272,5 @@ class FiniteWatch:
 
 
 def _zero_or_nan(x: Tensor) -> Tensor:
-    """0 for each finite element, else NaN."""
+    """Return 0 for each finite element, otherwise NaN."""
     return x - x
