@@ -23,7 +23,7 @@ from datetime import timedelta
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # exact types, which are never DTensors
+_PLAIN = (Tensor, torch.nn.Parameter)  # exact types of plain tensors, never of DTensors
 
 
 def is_bare(tensor: Tensor) -> bool:

@@ -126,14 +126,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
 
 def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Read a checkpoint into the tensors of `targets`, with DCP. Collective."""
+    """Read a checkpoint into the tensors of `targets`, with torch.distributed.checkpoint. Collective."""
     with _quiet():
         dcp.load(targets, storage_reader=reader, planner=planner)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is not initialized, since DCP also works in a single process."""
+    """Suppress the warning of torch.distributed.checkpoint that torch.distributed is not initialized, which is normal
+    in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -141,7 +142,7 @@ def _quiet() -> Iterator[None]:
 
 def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
     """Return weights, state and groups, by parameter names that do not depend on the sharding. Collective. The groups
-    are a tuple, because DCP writes a tuple as a single value."""
+    are a tuple, because torch.distributed.checkpoint writes a tuple as a single value."""
     members = _members(optimizer.param_groups, model)
     optimizer.complete_state()
     packed = tree_map_only(Tensor, lambda t: t.detach().cpu(), optimizer.state_dict()["param_groups"])
@@ -402,7 +403,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reader of a checkpoint folder that checks the metadata before DCP unpickles it.
+    """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it.
 
     Attributes:
         items: Contents of the checkpoint: "optimizer.state.<parameter>.<key>" -> dtype and size.
@@ -411,7 +412,7 @@ class _Reader(FileSystemReader):
     items: Mapping[str, Any]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata as DCP does, after a check.
+        """Read the metadata as torch.distributed.checkpoint does, but first check that unpickling it runs no code.
 
         Raises:
             ValueError: The metadata names a type or function that no checkpoint needs.
@@ -432,10 +433,10 @@ class _Planner(DefaultLoadPlanner):
     unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as DCP does, after a check.
+        """Load a value as torch.distributed.checkpoint does, but first check that unpickling it runs no code.
 
         Raises:
-            ValueError: The value contains something else than numbers, strings, tensors and containers of these.
+            ValueError: The value contains anything but numbers, strings, tensors and containers of these.
         """
         try:
             torch.load(value, weights_only=True)

@@ -54,7 +54,7 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Fill in those parts of a parameter's initial state (zeros) that are missing."""
+    """Add the missing parts of a parameter's initial state, which consists of zeros."""
     if not group["use_muon"]:
         init_state(param, param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -74,7 +74,7 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
 
 
 def read_state(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's, not written to
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups, not written to
     saved: Mapping[str, Any],  # from `Optimizer.state_dict`; parameters are given by numbers or names
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
@@ -249,7 +249,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
     """Convert one tensor of a parameter's state to the optimizer's dtype and device."""
-    if key == STEP:  # an fp32 tensor, as in torch's AdamW
+    if key == STEP:  # stored as an fp32 tensor, as in torch's AdamW
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")

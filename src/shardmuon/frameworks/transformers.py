@@ -44,8 +44,8 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. The Trainer calls the factory twice: first without a model, as if it were a function that
-        returns an optimizer class, then with the model.
+        """Make the optimizer. The Trainer expects a factory class: it first calls this object without a model, as if to
+        create an instance, and then calls the result with the model.
 
         Args:
             model: Model to optimize. None: returns the factory itself.

@@ -168,7 +168,8 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Build the layout table, see [Note: describing together]. Collective over the component.
+    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over all ranks that are
+    connected, directly or through other ranks, by shared parameters or by `beyond`: the component.
 
     Args:
         rank: This rank.
@@ -236,7 +237,7 @@ def _line(one: _Described, compared: bool) -> str:
     replicas will be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # -1: the dim is cut into parts of any size
+    sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of any size
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
@@ -305,7 +306,7 @@ def _compare_replicas(
     fault: Fault,
 ) -> None:
     """Compare the fingerprints of replicas, and raise on all ranks if any rank finds a difference or has an error.
-    Collective over the component."""
+    Collective over `component`."""
     prints = dict[tuple[Ranks, int], int]()  # (set of ranks, parameter's position in the set) -> fingerprint
     with fault:
         if table and fingerprint is not None:
@@ -366,11 +367,12 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Derive the binding from a new table. Returns the binding and a picklable message to all ranks."""
+        """Derive the data to cache (the binding) from a new table. Returns the binding and a picklable message to all
+        ranks."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding with the messages of all ranks of the component, and cache it."""
+        """Complete the binding with the messages that `made` returned on all ranks, and cache it."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

@@ -40,7 +40,8 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Compute the grid of ranks to which each rank's ties belong. The result is equal on all ranks.
+    """Find, for each rank's ties (the ranks with which it shares a tensor), the grid of all ranks that share the
+    tensor. The result is equal on all ranks.
 
     Args:
         known: Rank -> the ties of its tensors, for all ranks that are connected by shared tensors.

@@ -31,7 +31,7 @@ from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
-OfRank = tuple[tuple[Held, ...], Ints]  # pieces that a rank stores, shape of its storage
+OfRank = tuple[tuple[Held, ...], Ints]  # pieces that one rank stores, and the shape of its storage
 
 
 class Shard(NamedTuple):
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
     factor: int = 1
 
 
-Placements = tuple[Shard | None, ...]  # for each mesh axis; None: replicated
+Placements = tuple[Shard | None, ...]  # one placement for each mesh axis; None: replicated
 
 
 class OnMesh(NamedTuple):

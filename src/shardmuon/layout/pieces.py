@@ -135,7 +135,8 @@ class Tile(NamedTuple):
         return self.matrix, self.start, self.sizes
 
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
-        """Compute the offset of the tile's first element and the stride of each fine dim, in the row-major matrix."""
+        """Compute the offset of the tile's first element and the stride of each dim of its box, in the row-major
+        matrix."""
         matrix = view.matrices[self.matrix]
         return _dot([a - b for a, b in zip(self.start, matrix.start, strict=True)], matrix.strides), matrix.strides
 
@@ -147,8 +148,8 @@ class Tile(NamedTuple):
         return Patch(self.matrix, self.sizes, *divmod(offset, num_cols), rows, cols)
 
     def in_storage(self, view: MatrixView, strides: Sequence[int]) -> tuple[int, Ints]:
-        """Compute the offset of the tile's first element and the stride of each fine dim, in a storage with the given
-        strides (a single stride if the piece is a `FlatRange`)."""
+        """Compute the offset of the tile's first element and the stride of each dim of its box, in a storage with the
+        given strides (a single stride if the piece is a `FlatRange`)."""
         piece, local = self.held
         if isinstance(piece, FlatRange):
             box = piece.box or Box((0,) * len(view.shape), view.shape)

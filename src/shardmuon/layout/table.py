@@ -21,7 +21,7 @@ from shardmuon.layout.mesh import OnMesh, reading
 from shardmuon.layout.pieces import Held, Piece, Tile, partition_fault, tiles_of, whole
 from shardmuon.layout.views import MatrixView
 
-Ranks = tuple[int, ...]  # global, ascending
+Ranks = tuple[int, ...]  # global ranks, ascending
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class ParamLayout:
         return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
 
     def of_rank(self, rank: int) -> tuple[Held, ...]:
-        """Pieces that a rank stores."""
+        """Return the pieces that a rank stores."""
         return self.held[self.ranks.index(rank)]
 
     @cached_property

@@ -104,7 +104,7 @@ def _lies_in_slots(x: Tensor) -> bool:
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a matrix or a batch to new memory, in another dtype. Each matrix starts at a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # `copy_` fails in foresight, which runs this on tensors without data or device
+    foreach_copy_([out], [x])  # not `copy_`, which needs a real device: foresight runs this on tensors without data
     return out
 
 
@@ -273,8 +273,8 @@ _CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so bits 
 
 def normalize(
     x: Tensor,  # (B, m, n), any float dtype and strides, not written to
-    dtype: torch.dtype | None = None,  # of the result; default: fp32 (fp64 for fp64)
-) -> Tensor:  # (B, m, n), in slots
+    dtype: torch.dtype | None = None,  # dtype of the result; default: fp32, or fp64 if x is fp64
+) -> Tensor:  # (B, m, n), from `empty_batch`
     """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent. Zero matrices
     stay zero. A NaN or Inf makes its whole matrix NaN."""
     out = empty_batch(x.shape, dtype or torch.promote_types(x.dtype, torch.float32), x.device)
@@ -283,7 +283,7 @@ def normalize(
 
 
 def normalize_into(
-    out: Tensor,  # (B, m, n), in slots; overwritten
+    out: Tensor,  # (B, m, n), from `empty_batch`; overwritten
     x: Tensor,  # (B, m, n), not written to unless it is `out`
 ) -> None:
     """Divide each matrix by its Frobenius norm, like `normalize`, but write to `out`: see [Note: the norm at any
@@ -296,7 +296,7 @@ def normalize_into(
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # inf - inf: NaN
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # infinite norms become NaN
     if len(x) == 1:  # a 0-dim divisor avoids a copy: torch does not promote bf16, but divides in fp32 and rounds once
         torch.div(x if x.dtype == out.dtype else x.to(wide), norm.view(()), out=out)
     else:
@@ -307,7 +307,7 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
     """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # a matrix is not row-major, or has gaps
+    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # elements or rows are not adjacent in memory
         x = x.contiguous()
     if x.device.type == "cpu":  # elsewhere, torch's order of summation depends on the number of matrices
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
@@ -337,7 +337,7 @@ def _normalize_in_fp64(out: Tensor, x: Tensor) -> None:
     # not `vector_norm`, which would first copy to fp64: four times the size of a bf16 matrix, nine times the traffic
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
-    torch.mul(x, _reciprocal(norm), out=out)  # in fp64, rounded once
+    torch.mul(x, _reciprocal(norm), out=out)  # computed in fp64, rounded once
 
 
 def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
@@ -355,7 +355,7 @@ Iteration = Callable[..., Tensor]
 
 
 def _newton_schulz(
-    y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
+    y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the shape and dtype of y
@@ -388,7 +388,7 @@ def _newton_schulz(
 
 
 def _gram_newton_schulz(
-    y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
+    y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the shape and dtype of y
@@ -543,7 +543,7 @@ def _operands(
     shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
     unit: bool,  # True if every matrix already has norm 1 (or 0)
-) -> Tensor:  # (B, m, n) in slots, or (m, n)
+) -> Tensor:  # (B, m, n) or (m, n), aligned as by `empty_batch`
     """Prepare the matrices of a batch for multiplication: X / ||X||_F, rounded to the dtype of the products. A batch
     that is not full is padded with zero matrices. A full batch that already has this form is returned without a copy.
     """

@@ -11,8 +11,8 @@ needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m 
     itself loses as much accuracy, and with some polynomials 10 to 100 times more ([Note: amplification]). A restart
     recomputes R, so that only the slope since the restart counts. `plan_restarts` chooses the fewest restarts that keep
     d small and the amplification of rounding within a constant factor of the standard form's (or its effect below
-    1e-3). Among plans with equally many restarts, it chooses the plan with the best-conditioned Q. There are two ways
-    to restart:
+    1e-3). Among plans with equally few restarts, it chooses in fp16 the plan with the best-conditioned Q, and in other
+    dtypes the plan with the smallest amplification. There are two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
     locally    R <- Q R_0 Q with R_0 stored in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
                does not need X, hence no communication if columns are spread over ranks. Used only in fp16 and for a
@@ -171,7 +171,7 @@ def _amplification(coefficients: Triples, start: int, stop: int) -> float:
         sigmas = np.abs(sigmas * (a + sigmas**2 * (b + c * sigmas**2)))
     factor, errors = _after(coefficients[start:stop], sigmas**2)
     results = np.abs(factor * sigmas)
-    last = np.full((len(sigmas), len(sigmas)), results.max())  # rounding of Q X itself
+    last = np.full((len(sigmas), len(sigmas)), results.max())  # error from rounding the product Q X
     local: _Array = sum((np.abs(e) * sigmas for e in errors), start=last)
     return float((local * _to_come(results, coefficients[stop:])).max())
 
@@ -252,7 +252,7 @@ class FiniteWatch:
     def send(self) -> None:
         """Start to copy the flags of this step's replaced results to the host. Call at the end of a step."""
         seen, self.seen = self.seen, []
-        if not seen or is_capturing(seen[0][1].device):  # a replayed CUDA graph cannot send
+        if not seen or is_capturing(seen[0][1].device):  # replays of a CUDA graph skip this code
             return
         spoiled = torch.cat([s.flatten() for _, s, _ in seen])
         given = torch.cat([g.flatten() for _, _, g in seen])

@@ -79,7 +79,7 @@ class Schedule:
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
         flips = np.flatnonzero(out <= 0.0)
-        grows = np.flatnonzero(~(out <= _LARGEST))  # NaN counts
+        grows = np.flatnonzero(~(out <= _LARGEST))  # also true for NaN
         if flips.size and (not grows.size or flips[0] < grows[0]):
             return f"flips signs: it maps {grid[flips[0]]:.4g} to {out[flips[0]]:.3g}"
         if grows.size:

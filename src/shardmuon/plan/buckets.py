@@ -24,8 +24,8 @@ from shardmuon.plan.machines import SIDES, Machine
 _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
-_IN_CACHE = 4 * 2**20  # bytes of a local bucket on a CPU, so that its temporaries stay in the cache
-_OF_MOMENTUM = 32  # a local bucket may always have the size of the matrices' momentum in fp32 divided by this
+_IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
+_OF_MOMENTUM = 32  # a bucket that is not exchanged may have 1/32 of the bytes of its rank's fp32 momentum
 _NO_DEARER = 102  # a choice that needs less memory may cost up to this percentage of the cheapest price
 
 _Share = list[Item]  # the matrices of a bucket
@@ -36,7 +36,8 @@ class Way(NamedTuple):
 
     Attributes:
         items: The matrices with their owners.
-        moving: The buckets of matrices that are sent between ranks. The keys have the common properties of buckets.
+        moving: For matrices that are sent between ranks: a bucket without items, which holds common properties -> the
+            matrices of each bucket with these properties.
         ns: Estimated time of a step in nanoseconds, without matrices that a single rank stores and orthogonalizes.
         notes: Lines for the printed plan that explain the choice.
     """
@@ -160,7 +161,7 @@ def _gathered(spec: Spec, item: Item) -> bool:
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 
 
-# ---------------------------------------------------------------------------------------------------------- the shares
+# ------------------------------------------------------------------------------------------------ splitting into shares
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
@@ -345,7 +346,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    if len(kept) >= most.holders * most.replicas:  # if every rank owns some matrix, it does not send its part of this
+    if len(kept) >= most.holders * most.replicas:  # every rank owns a matrix and keeps its own part of it
         sent -= min(sent, min(kept.values()))
     gather = relay = None
     copied = 0  # nanoseconds to copy into the relay's send buffer
@@ -358,7 +359,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # `each`: bytes per element; adds the host's time
+    def passed(each: int, elements: int) -> int:  # nanoseconds for `each` bytes per element, and on the host
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = pipeline.BucketTimes(

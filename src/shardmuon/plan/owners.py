@@ -25,7 +25,7 @@ def draft_of(spec: Spec, param: int, matrix: int) -> Item:
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # an owner needs the state tensors with values per matrix, and not all ranks have those of a sharded expert stack
+    # an owner needs the state values of its matrix; for a sharded stack of experts, only some ranks store them
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     why = spec.reasons[matrix] if spec.reasons else ""

@@ -15,9 +15,9 @@ from shardmuon.plan.items import Bucket, Item, Policy, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
 from shardmuon.texts import table
 
-# Replicas divide the matrices among them, unless this takes much longer than orthogonalizing all matrices in each.
-_NO_GAIN = 102  # dividing must take at least this percentage of the time of working separately
-_LATENCIES = 3  # and exceed that time by at least this many latencies between nodes
+# Replicas divide matrices among them, unless it saves enough time if each replica orthogonalizes all of its matrices.
+_NO_GAIN = 102  # percent: minimum ratio of the time with division to the time without
+_LATENCIES = 3  # minimum saving without division, in latencies of exchanges between nodes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Plan:
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
-        """16-byte digests of the parts of the plan that must be equal on several ranks, by the set of these ranks."""
+        """Set of ranks that share parameters -> 16-byte digest of the part of the plan that must be equal on all of
+        these ranks."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
             params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]

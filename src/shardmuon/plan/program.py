@@ -162,7 +162,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
                 ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
 
     def in_batches(param: int, tile: Tile) -> BufferPlace:
-        """Place of a tile of an owned matrix in the buffer of batches."""
+        """Return the place of a tile of an owned matrix in the buffer of batches."""
         offset, strides = tile.in_matrix(plan.specs[param].layout.view)
         return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
@@ -217,7 +217,7 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    if rank != item.owner_for(layout, rank):  # other ranks' parts pass it only if they store the same pieces
+    if rank != item.owner_for(layout, rank):  # it relays results only to ranks that store its pieces
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:

@@ -1,7 +1,7 @@
 """Routing: `param_groups(model)` returns the optimizer's groups, and a table with the reason for each parameter.
 
-Routing depends on what a parameter is (roles.py) and on its position in the model (heads.py), never on its name. Users
-correct it with overrides. The groups, their order and the table follow from the model's structure alone. So all
+Routing depends on what a parameter is (roles.py) and on its position in the model (heads.py), never on its name alone.
+Users correct it with overrides. The groups, their order and the table follow from the model's structure. So all
 data-parallel ranks get the same result without communication, before and after the model is sharded.
 """
 
@@ -188,7 +188,7 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
-            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # only its numbers and lr scale
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # check numbers and lr scale
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
@@ -226,7 +226,7 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # rounded, so that 1 is exact
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # rounding makes 1 exact
 
 
 _ADAMW_RMS = 0.2  # root mean square of AdamW's updates, in units of its lr, see docs/learning_rate.md
@@ -391,7 +391,7 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = role_of(places, shape)
-    settled = given.get("use_muon", getattr(param, "use_muon", None))  # `p.use_muon`: DeepSpeed's convention
+    settled = given.get("use_muon", getattr(param, "use_muon", None))  # DeepSpeed, too, marks parameters by `use_muon`
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
     return RoutedParam(param, places, shape, role, rule.label, given, settled)
@@ -420,14 +420,14 @@ def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, An
     the parameter's name."""
     view = {**VIEW_DEFAULTS, **w.role.view}
     splits = ("split_sizes", "split_groups")
-    if any(key in w.given for key in splits):  # the user's splits replace all splits for the module's type
+    if any(key in w.given for key in splits):  # the user's splits replace those that the module's type implies
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
     try:
         matrices = matrix_view(w.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
-    if isinstance(view["split_sizes"], list):  # options are compared by their text to form groups
+    if isinstance(view["split_sizes"], list):  # groups are formed by the text of options, so use one form
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
     changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}

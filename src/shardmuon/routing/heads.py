@@ -103,7 +103,7 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
         tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
     known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads so far
-    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads by the user's choice
+    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads chosen by the user
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
     read = {size for w in weights for size in w.role.reads}
     for size in [size for size in sizes if size not in read]:
@@ -264,7 +264,7 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
     return linear and all(len(h) > 1 and shape[1] in [m.in_features for m in h] for h in holders)
 
 
-# ------------------------------------------------------------------------------------------------------------- doubts
+# ----------------------------------------------------------------------------------------------------------- warnings
 
 _UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'

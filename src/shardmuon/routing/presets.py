@@ -113,7 +113,7 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    is_inputs_first = getattr(experts, "is_transposed", named)  # (E, inputs, outputs)
+    is_inputs_first = getattr(experts, "is_transposed", named)  # stored as (E, inputs, outputs)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 
 

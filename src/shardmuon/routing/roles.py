@@ -28,8 +28,9 @@ _NORMS = (
     nn.GroupNorm,
     nn.modules.batchnorm._NormBase,  # BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
 )
-_Convolution = nn.modules.conv._ConvNd  # also transposed ones
-# Attributes with the number of rows of a linear layer's weight: torch's and Transformer Engine's, then Megatron's two.
+_Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
+# Attributes that hold the number of rows of a linear layer's weight: `out_features` in torch and TransformerEngine, the
+# other two in Megatron.
 _NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
 # Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -90,7 +91,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
             except ValueError as wrong:
                 raise ValueError(f"{name}: {wrong}") from None
             parts = path.split(".") if path else []
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
+            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
                 *parts, _, leaf = parts
             above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
             owners = tuple((name[len(at) + 1 :] if at else name, modules[at]) for at in above)

@@ -69,7 +69,7 @@ class Flat(Core):
 
     Attributes:
         index: Index of the flat's optimizer group.
-        is_muon: True for a flat of matrices. AdamW's flats are not split into parameters.
+        is_muon: True for a flat of matrices. False for a flat of AdamW's parameters, which is stepped as a whole.
         swapped: True if DeepSpeed keeps the flat in files (NVMe) between steps.
         parts: For each parameter: name, this rank's slice, and the tensor that is stepped, which is empty until `show`.
     """
@@ -416,9 +416,9 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # reads the swap files again, now that state tensors exist
+        zero3.load_state_dict([saved] * num_ranks())  # read the swap files again, now that state tensors exist
         zero3.checkpoint_event_epilogue()
-        engine.loaded_checkpoint_dp_world_size = None  # see `refuse_loaded`
+        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `refuse_loaded` would raise an error
     return found
 
 

@@ -52,7 +52,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
 _TESTED = "0.19.8"
-_PAGE = 4096  # bytes; every file system can read to addresses that are multiples of a page
+_PAGE = 4096  # bytes; on every file system, direct I/O can read to addresses that are multiples of a page
 
 
 class Slice(NamedTuple):
@@ -81,7 +81,7 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
     return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
 
 
-# ------------------------------------------------------------------------------------------ which part is where
+# ---------------------------------------------------------------------------------------- positions of parameters
 
 
 def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
@@ -132,8 +132,8 @@ def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -
 
 
 def check_version() -> None:
-    """Raise ValueError if DeepSpeed is older than the tested version, because older versions compute wrong gradients
-    with some settings (benchmarks/results/nvme.md)."""
+    """Raise ValueError if DeepSpeed is older than the tested version, because older versions pass wrong gradients to
+    the optimizer with some settings (benchmarks/results/nvme.md)."""
     here = sys.modules["deepspeed"].__version__
     if TorchVersion(here) < _TESTED:
         raise ValueError(
@@ -213,7 +213,7 @@ def differs_from_model(flat: Tensor, part: Slice) -> bool:
     False if the slice or the weights are currently in swap files, so that they cannot be compared.
     """
     param: Any = part.param
-    if hasattr(param, "ds_tensor"):  # stage 3: this rank's part, padded
+    if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
             return False
         own = param.ds_tensor.detach().view(-1)[: part.numel]
@@ -256,7 +256,7 @@ def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. It is empty at first; each step makes it a view of
     the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # differs with offload_optimizer
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
     return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
 
 

@@ -100,7 +100,7 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            if not group["use_muon"]:  # AdamW's shards have no replicas
+            if not group["use_muon"]:  # AdamW's shards have no replicas, so they need no process group
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
             for name in names:
@@ -249,7 +249,7 @@ def distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales it, but never sets it for an empty shard
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none here
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order

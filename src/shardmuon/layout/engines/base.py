@@ -21,7 +21,7 @@ from shardmuon.layout.pieces import Held, whole
 from shardmuon.layout.views import Ints
 
 NONE, READY, MISPLACED = 0, 1, 2  # gradient states: missing; placed like the parameter; placed otherwise
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # for messages
+STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # texts for messages
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
@@ -29,7 +29,7 @@ _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> its pieces
 
-# how to get AutoTP's group, for messages
+# for messages: how users get the process group of AutoTP, DeepSpeed's tensor parallelism
 AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
 
 
@@ -150,9 +150,9 @@ class Engine:
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """Global logical shape. Must not raise: `Muon(...)` reads it on each rank separately, and an error on a single
-        rank would leave the other ranks waiting in their first step. Checks that can fail on a single rank belong in
-        `claim`, since all ranks raise its errors."""
+        """Return the parameter's global logical shape. Must not raise an error: `Muon(...)` calls this method on each
+        rank separately, and an error on a single rank would leave the other ranks waiting in their first step. Checks
+        that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
@@ -217,7 +217,7 @@ class Engine:
         other parameters of this engine have gradients."""
         return False
 
-    # ----------------------------------------------- state of stages: [Note: where kept numbers lie] in layout/table.py
+    # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/table.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's

@@ -76,7 +76,7 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # avoids the view that `to_local` makes for a Parameter
+        local: Tensor = tensor._local_tensor  # not `to_local`, which makes a view of a Parameter
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(
@@ -206,7 +206,7 @@ def tell_chunk(
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=local.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # a reference to `local` would be a cycle
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # no reference to `local` (cycle)
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())

@@ -134,7 +134,7 @@ class FSDP1Engine(FlatEngine):
 
     def recognizes(self, param: Tensor) -> bool:
         place = place_of(param)
-        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD: a plain tensor
+        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD leaves a plain tensor
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info
