@@ -107,8 +107,8 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and receives the
-        result: the owner itself if it stores the piece, otherwise the rank of its replica that does."""
+        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and gets back the
+        result: the owner itself if it stores the piece, otherwise the rank in the owner's replica that stores it."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 

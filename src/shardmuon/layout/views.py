@@ -119,7 +119,7 @@ def matrix_view(
     if isinstance(split_sizes, bool):
         raise ValueError(f"split_sizes={split_sizes} is no number of blocks. Write how many, or the rows of each")
     dims = tuple(int(size) for size in shape)
-    split_dim = 1 if transposed and split_sizes is not None else 0  # 0 splits rows as stored, 1 columns
+    split_dim = 1 if transposed and split_sizes is not None else 0  # 0: stored rows, 1: stored columns
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)

@@ -270,7 +270,8 @@ class DeepSpeedHost(Host):
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
         try:
-            if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
+            # a training step begins: see [Note: one vote before the first call]
+            if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component = 0, tuple(range(num_ranks()))
                 run_together(lambda: self._begin(core, fault))
                 self._unchecked = False
@@ -453,7 +454,7 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: expanded zeros stand for them
+    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: use zeros as placeholders
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

@@ -210,8 +210,8 @@ class MegatronFSDPHost(Host):
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
         """Replace the step that `fully_shard_optimizer` takes only to create state. `fully_shard_optimizer` sets all
         gradients to zero but does not change lr, so an ordinary step would decay weights and increase the step count.
-        This step is recognized by its caller, which is the same on every rank; zero gradients would be no sign, as real
-        gradients may also be zero on some rank."""
+        This step is recognized by its caller, which is the same on every rank. Zero gradients would not be a reliable
+        sign, since real gradients may also be zero on some rank."""
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:

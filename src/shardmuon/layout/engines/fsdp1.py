@@ -124,7 +124,7 @@ def refuse_flat(param: Tensor) -> None:
 
 
 def lies_elsewhere(param: Tensor) -> bool:
-    """True if FSDP1 stores no element of the parameter on this rank. The rank then has no state for the parameter."""
+    """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
     place = place_of(param)
     return place is not None and place.numel == 0
 

@@ -73,10 +73,10 @@ class TensorParallelEngine(Engine):
         return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
-        return Engine.signature(self, param), self.shards, self.cut(param)  # not super(): it breaks with slots
+        return Engine.signature(self, param), self.shards, self.cut(param)
 
     def knows_shape(self, param: Tensor) -> bool:
-        """True if the global shape is known. False if it is only an assumption, that all shards have equal shapes
+        """True if the global shape is known. False if `shape` can only assume that all shards have equal shapes
         ([Note: global shape])."""
         return self.cut(param) is None or self._known(param) is not None
 
