@@ -1,5 +1,5 @@
-"""Private and renamed torch APIs that this package uses, with the versions in which they change. Those of DTensor and
-FSDP1 are in layout/engines/."""
+"""Private and renamed torch APIs that this package uses, with the torch versions to which each remark applies. Private
+APIs of DTensor and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from datetime import timedelta
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # exact types, which are never DTensors
+_PLAIN = (Tensor, torch.nn.Parameter)  # exact types of plain tensors, never of DTensors
 
 
 def is_bare(tensor: Tensor) -> bool:
-    """True for a plain tensor or parameter without attributes, that is, without a sign of a framework that owns it."""
+    """True for a plain tensor or parameter without extra attributes, which frameworks set on tensors that they own."""
     return type(tensor) in _PLAIN and not tensor.__dict__
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """`isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) if it is not imported yet."""
+    """Return `isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) if it is not imported
+    yet."""
     if type(value) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -40,13 +41,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def strided_shard() -> Any:
-    """`_StridedShard`: private in 2.11 .. 2.13; a subclass of `Shard` until 2.12, of `Placement` from 2.13."""
+    """Return the class `_StridedShard`, which is private in torch 2.11 .. 2.13. It is a subclass of `Shard` until 2.12,
+    of `Placement` from 2.13."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
 
 
-CPU_BF16 = "SHARDMUON_CPU_BF16"  # environment variable for tests, "0" or "1": overrides detection; CONTRIBUTING.md
+CPU_BF16 = "SHARDMUON_CPU_BF16"  # environment variable for tests that overrides detection, see CONTRIBUTING.md
 
 
 @lru_cache(maxsize=1)
@@ -71,8 +73,8 @@ def cpu_has_amx() -> bool:
 
 
 def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of half-precision matrices or batches, returned in fp32. torch has `out_dtype` on CUDA only (2.8 ..
-    2.13)."""
+    """Compute left @ right of half-precision matrices or batches, with a result in fp32. torch has `out_dtype` on CUDA
+    only (2.8 .. 2.13), so other devices convert the operands to fp32."""
     if left.is_cuda:
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -92,9 +94,9 @@ _EXACT: dict[str, dict[str, Any]] = {  # device type -> flags of its matmul back
 @contextmanager
 def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
     """Make matrix products independent of the process's settings: no TF32, no bf16 passes, sums in fp32, and no
-    autocast, which would change their dtype.
+    autocast, which would change the dtype of products.
 
-    The flags are global and restored at the end. With `flags` False only autocast is disabled.
+    The flags are global and restored at the end. If `flags` is False, only autocast is disabled.
     """
     matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
@@ -112,11 +114,13 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
 
 def _foreach(operation: Callable[..., Any], *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
-    """Apply a `torch._foreach_*` operation to lists of tensors. Returns its results; none if it works in place.
+    """Apply a `torch._foreach_*` operation to lists of tensors. Returns the results, or nothing if the operation works
+    in place.
 
-    On accelerators torch launches one kernel for whole lists if all tensors are dense, each list has one dtype, and
-    tensors at the same index have equal sizes and strides; if any does not, it launches one kernel per tensor
-    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So tensors that would break this go in separate calls.
+    On accelerators, torch launches one kernel for whole lists if all tensors are dense, each list has a single dtype,
+    and tensors at the same index have equal sizes and strides. Otherwise it launches one kernel per tensor
+    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So lists that break these conditions are split into several
+    calls.
     """
     if not columns[0]:
         return ()
@@ -138,9 +142,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Quick check that one call can take these lists; False if the tensors must be checked index by index. Settles most
-    lists of a step in a fraction of that time. Contiguous tensors of one shape have equal strides, except in dims of
-    size 1."""
+    """Check quickly if torch can process these lists with one kernel. False means that the tensors must be checked
+    index by index, which takes much longer but is rarely needed. Contiguous tensors of one shape have equal strides,
+    except in dims of size 1, so lists with dims of size 1 return False."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -150,34 +154,35 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """True if the tensor's elements fill a stretch of memory without gaps, in any order of dims. Assumes that no two
-    elements overlap."""
+    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. Assumes that elements do
+    not overlap."""
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-# Element-wise on lists of tensors; the first list is changed in place.
+# Element-wise operations on lists of tensors; the first list is changed in place.
 foreach_lerp_ = partial(_foreach, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
 foreach_add_ = partial(_foreach, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
 foreach_copy_ = partial(_foreach, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
 
 
 def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> Sequence[Tensor]:
-    """`torch.lerp` of each pair of tensors: `start + weight * (end - start)`."""
+    """Apply `torch.lerp`, which is `start + weight * (end - start)`, to each pair of tensors."""
     return _foreach(torch._foreach_lerp, start, end, weight=weight)
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor by a number, in place. The tensors are all fp32 or all fp64."""
-    if tensors[0].device.type == "cpu":  # torch would convert a number to a tensor once per tensor of the list
+    """Multiply each tensor by a number, in place. The tensors must be all fp32 or all fp64."""
+    if tensors[0].device.type == "cpu":  # convert the number once: torch would do so for each tensor
         torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
         return
     _foreach(lambda alike: torch._foreach_mul_(alike, factor), tensors)
 
 
 def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Convert each tensor to `dtype`, by default the dtype of its partner in `like`. Converted tensors get their
-    partner's strides, so that both can go into one list operation; others are returned as they are."""
+    """Convert each tensor to `dtype`, by default to the dtype of its partner in `like`. A converted tensor gets its
+    partner's strides, so that fast list operations can take both. A tensor that needs no conversion is returned as it
+    is."""
     found = list(tensors)
     others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
     for i in others:
@@ -187,10 +192,10 @@ def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
 
 
 def never_compiled(function: _F) -> _F:
-    """Decorator: run the function uncompiled inside `torch.compile`, which would recompile a step for every matrix
-    shape.
+    """Decorate a function so that `torch.compile` does not compile it; a compiled step would be recompiled for every
+    matrix shape.
 
-    `torch.compiler.disable` does the same but imports the compiler at once, which takes seconds.
+    `torch.compiler.disable` does the same but imports the compiler immediately, which takes seconds.
     """
     return cast("_F", torch._disable_dynamo(function))
 
@@ -198,39 +203,40 @@ def never_compiled(function: _F) -> _F:
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:  # 0-dim each
-    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
+    """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """One new 1-D tensor with all elements of these tensors, which share one device and dtype."""
+    """Make one new 1-D tensor with all elements of these tensors, which must have the same device and dtype."""
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
 def local_if_any(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor; any other tensor is returned as it is."""
+    """Return the local tensor of a DTensor. Any other tensor is returned as it is."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
-    """Multiply tensors in place: all by one 0-dim tensor, or each by its entry in a list of tensors or numbers.
+    """Multiply tensors in place, either all by one 0-dim tensor, or each by its entry in a list of tensors or numbers.
 
-    A single Python number is not accepted: CPUs would round it to the tensor's dtype first.
+    A single Python number is not accepted, because CPUs would first round it to the dtype of the tensors.
     """
     torch._foreach_mul_(list(tensors), factors if isinstance(factors, Tensor) else list(factors))  # type: ignore[arg-type]
 
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:
-    """id of each parameter -> its name in torch's state dicts, without wrappers' prefixes (`_get_fqns`, private)."""
+    """Map the id of each parameter to its name in torch's state dicts, which has no prefixes of wrappers (uses the
+    private `_get_fqns`)."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the current stream: calls are recorded but not run, and no value can be
-    read."""
+    """True while a CUDA graph is captured on the current stream. Calls are then recorded but not run, and no value can
+    be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -256,21 +262,21 @@ class Later:
         self._event.record(module.current_stream(value.device))
 
     def has_arrived(self) -> bool:
-        """True if the copy has arrived; does not wait. False while a CUDA graph is captured, as events cannot be
+        """Check if the copy has arrived, without waiting. False while a CUDA graph is captured, since events cannot be
         queried then."""
         return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
 
 def arrived(coming: deque[tuple[_T, Later]]) -> Iterator[tuple[_T, Tensor]]:
-    """Remove the copies that have arrived from the front of a queue, and yield each with the object queued beside
-    it."""
+    """Remove the copies that have arrived from the front of a queue, and yield each of them after the object that was
+    queued with it."""
     while coming and coming[0][1].has_arrived():
         about, later = coming.popleft()
         yield about, later.host
 
 
 def default_group() -> Any:
-    """The default process group; None if torch.distributed is not initialized."""
+    """Return the default process group; None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -295,17 +301,19 @@ def after_loading(optimizer: torch.optim.Optimizer) -> None:
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
-    """`new_group(ranks, use_local_synchronization=True)`, called by these ranks only, whatever groups each made before.
+    """Run `new_group(ranks, use_local_synchronization=True)`, which only these ranks call, even if they have made
+    different numbers of groups before.
 
     torch names such a group after the number of groups that the calling rank has, so ranks that have made different
-    numbers of groups would deadlock (2.11 .. 2.13). Here the name is made of `ranks` and `number`, which counts the
-    groups of exactly these ranks.
+    numbers of groups would deadlock (2.11 .. 2.13). This function makes the name from `ranks` and from `number`, which
+    counts the groups of exactly these ranks.
 
-    The group has the time-out of `parent`, by default the default group's: torch would use a constant (2.11 .. 2.13).
+    The group gets the time-out of `parent`, by default of the default group; torch would use a constant (2.11 .. 2.13).
 
     While the default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
-    by splitting the default group's communicator, for which *all* its ranks must call (2.11 .. 2.13, `_new_process_
-    group_helper`). Only members call here, so the binding is removed meanwhile and the group connects by itself.
+    by splitting the default group's communicator, for which *all* ranks of the default group must call (2.11 .. 2.13,
+    `_new_process_group_helper`). As only the members call this function, the binding is removed during the call, so
+    that the group makes its own connections.
     """
     c10d: Any = dist.distributed_c10d
     world: Any = c10d._get_default_group()
@@ -324,9 +332,10 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """The time-out of a process group, the longest if its backends differ; None if no backend has one (MPI, fake).
+    """Return the time-out of a process group, the longest if its backends have different time-outs; None if no backend
+    has a time-out (MPI, fake).
 
-    torch has no public getter; the options of the gloo and NCCL backends hold the time-out (2.11 .. 2.13).
+    torch has no public getter, but the options of the gloo and NCCL backends contain the time-out (2.11 .. 2.13).
     """
     found = []
     for device in group._device_types:

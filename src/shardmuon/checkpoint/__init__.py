@@ -1,4 +1,5 @@
-"""Checkpoints: saving and loading whole jobs on any layout, and validation of state dicts.
+"""Checkpoints: saving and loading whole jobs, whatever their sharding and number of ranks, and validation of state
+dicts.
 
 May import `step`, and all that `step` may import. Users import this package: `from shardmuon import checkpoint`.
 """
@@ -15,7 +16,8 @@ __all__ = ["load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch.distributed.checkpoint takes longer than torch itself."""
+    """Import `save` and `load` on first use, because importing torch.distributed.checkpoint takes longer than importing
+    torch itself."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.saving"), name)

@@ -1,15 +1,16 @@
-"""Saving and loading of whole jobs with torch.distributed.checkpoint (DCP): saved on one layout, loaded on any.
+"""Saving and loading of whole jobs with torch.distributed.checkpoint (DCP). A job can be loaded with another sharding
+or number of ranks than it was saved with.
 
 [Note: plain shards]
-    DCP assumes that a plain tensor is the same on every rank and writes one rank's. So all but one of the shards of
-    tensor parallelism, and of FSDP1's original parameters, would be silently lost. Here each shard is replaced by a
-    `_Shard`, which knows from the layout table which part of the whole tensor it is, and the file gets whole tensors
-    by name.
+    DCP assumes that a plain tensor is the same on every rank and writes the tensor of one rank. So all but one of the
+    shards of tensor parallelism, and of FSDP1's original parameters, would be silently lost. This module replaces each
+    shard by a `_Shard`, which knows from the layout table its position in the whole tensor. Files therefore contain
+    whole tensors.
 
 [Note: files run no code]
-    DCP unpickles its metadata and every value that is not a tensor, and unpickling calls whatever the file names. So
-    both are first read by unpicklers that accept only the types of DCP's metadata and of optimizer options; only then
-    does DCP read them.
+    DCP unpickles its metadata and every value that is not a tensor, and unpickling calls any function that the file
+    names. So both are first read by unpicklers that accept only the types of DCP's metadata and of optimizer options.
+    Only then does DCP read them.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             nothing is written.
         ExchangeError: A step is running: `save` was called from a signal handler. Raised on this rank.
     """
-    if optimizer.in_step:  # other ranks may be in the step's exchanges and cannot be told
+    if optimizer.in_step:  # a vote is impossible, since other ranks may be in the step's exchanges
         raise ExchangeError(optimizer.torn())
 
     with made_public():
@@ -87,12 +88,12 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
-    """Load a checkpoint that `save` wrote, on any layout and number of ranks. Collective over all ranks.
+    """Load a checkpoint that `save` wrote, with any sharding and number of ranks. Collective over all ranks.
 
-    `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own, so a damaged
-    file leaves them half old, half new. This function reads into copies, and hands them to model and optimizer only
-    after everything has been read and checked. That takes the memory of the copies and, at the end, of another copy of
-    the weights. A file cannot run code. Groups get all options in the file, and frozen parameters get their state.
+    `torch.distributed.checkpoint.load` writes into the tensors that it is given, which are the optimizer's own, so a
+    damaged file leaves them half old, half new. This function reads into copies, and model and optimizer get the copies
+    only after everything has been read and checked. This needs memory for the copies and, at the end, for another copy
+    of the weights. A file cannot run code. Groups get all options in the file, and frozen parameters get their state.
 
     Args:
         path: Folder that `save` wrote.
@@ -102,9 +103,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     Raises:
         CheckpointException: A file is missing or damaged, or contains more than a checkpoint. Raised on every rank;
             model and optimizer are unchanged.
-        ValueError: The checkpoint does not fit the optimizer on some rank, or the model refuses the weights there (a
-            hook, too little memory). Raised on every rank; model and optimizer are unchanged. If the model refuses its
-            old weights as well, the optimizer refuses to step until a checkpoint is loaded.
+        ValueError: The checkpoint does not fit the optimizer on some rank, or weights cannot be set in the model on
+            some rank (a hook raises an error, or there is too little memory). Raised on every rank; model and optimizer
+            are unchanged. If the old weights cannot be restored either, the optimizer raises an error in each step
+            until a checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
     with made_public():
@@ -124,36 +126,37 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
 
 def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Read a checkpoint into the tensors of `targets`, with DCP. Collective."""
+    """Read a checkpoint into the tensors of `targets`, with torch.distributed.checkpoint. Collective."""
     with _quiet():
         dcp.load(targets, storage_reader=reader, planner=planner)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is not initialized: it works in a single process, too."""
+    """Suppress the warning of torch.distributed.checkpoint that torch.distributed is not initialized, which is normal
+    in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Weights, state and groups, by parameter names that are the same on every layout. Collective. The groups are a
-    tuple, because DCP writes a tuple as a single value."""
+    """Return weights, state and groups, by parameter names that do not depend on the sharding. Collective. The groups
+    are a tuple, because torch.distributed.checkpoint writes a tuple as a single value."""
     members = _members(optimizer.param_groups, model)
     optimizer.complete_state()
     packed = tree_map_only(Tensor, lambda t: t.detach().cpu(), optimizer.state_dict()["param_groups"])
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        of_file.pop(CARRIED, None)  # state dicts of FSDP1 have it there
+        of_file.pop(CARRIED, None)  # drop variant state from FSDP1's groups, since `state` has it
         for name, p in zip(names, group["params"], strict=True):
             state[name] = dict(optimizer.state.get(p, {}))
     return get_model_state_dict(model), state, tuple(packed)
 
 
 def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
-    """Names in the model of each group's parameters."""
+    """List the names that the parameters of each group have in the model."""
     names = names_in(model)
     for index, group in enumerate(groups):
         for given, p in named_params(group, index):
@@ -163,13 +166,13 @@ def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
 
 
 def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, Any]]:
-    """Match saved groups to the optimizer's by their members.
+    """Match saved groups to the optimizer's groups by the parameters in them.
 
     Returns:
-        For each of the optimizer's groups, the matching saved one, with parameters in the optimizer's order.
+        The saved group that matches each of the optimizer's groups, with parameters in the optimizer's order.
 
     Raises:
-        ValueError: The groups have other members than those in the checkpoint.
+        ValueError: The optimizer's groups have other parameters than the saved groups.
     """
     left, found = list(saved), list[dict[str, Any]]()
     for index, members in enumerate(_members(mine, model)):
@@ -194,7 +197,7 @@ def _room_for(items: Mapping[str, Any], optimizer: Muon, groups: _Groups) -> dic
         groups: The saved groups, in the optimizer's order.
 
     Returns:
-        Parameter's name -> state key -> tensor.
+        Parameter name -> state key -> tensor.
     """
     room = dict[str, dict[str, Tensor]]()
     for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -217,7 +220,7 @@ def _take_over(
     model: nn.Module,
     optimizer: Muon,
 ) -> None:
-    """Put loaded weights and state into model and optimizer, on all ranks or on none. Collective."""
+    """Put loaded weights and state into model and optimizer, either on all ranks or on none. Collective."""
     old, before = dict[str, Any](), (optimizer.state, optimizer.param_groups, optimizer.broken)
     set_weights = partial(set_model_state_dict, model, options=StateDictOptions(strict=True))
     try:
@@ -241,13 +244,14 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Shard(torch.Tensor):
-    """A tensor with the global shape of a parameter or state tensor that stands for one rank's pieces of it. It shares
-    memory with the rank's storage.
+    """A tensor that represents one rank's pieces of a parameter or state tensor to torch.distributed.checkpoint. It has
+    the global shape, and shares memory with the rank's storage.
 
-    The dunder methods are DCP's protocol for tensors of other libraries (`_Checkpointable`).
+    The dunder methods are the protocol of torch.distributed.checkpoint for tensors of other libraries
+    (`_Checkpointable`).
     """
 
-    _views: dict[torch.Size, Tensor]  # offset of a box in the whole tensor -> view of this rank's storage
+    _views: dict[torch.Size, Tensor]  # offset of a box in the global tensor -> view of the box in local storage
 
     @staticmethod
     def __new__(cls, storage: Tensor, layout: ParamLayout) -> _Shard:
@@ -281,7 +285,8 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """Find the layouts of all plain shards among the optimizer's parameters. Collective over all ranks.
+    """Find the layouts of the optimizer's parameters that are shards stored as plain tensors. Collective over all
+    ranks.
 
     Raises:
         Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
@@ -296,7 +301,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                if is_cut:  # use_muon: refuses layouts that do not read as rows and columns
+                if is_cut:  # use_muon=True makes engines raise an error for layouts that have no rows and columns
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
             if id(param) in names and type(param.data) is Tensor and is_marked(param):
@@ -306,7 +311,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 )
     table = bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
 
-    def remember() -> None:  # a shard does not know its global shape
+    def remember() -> None:  # a tensor-parallel shard alone does not tell its global shape
         for one, layout in zip(table.params, table.layouts, strict=True):
             remember_shape(engine_for(one.param, one.group), one.param, layout)
 
@@ -315,9 +320,10 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
-    """Remove from state by parameter names, in place, the step counts of shards of which this rank stores nothing.
+    """Remove, in place, the step counts of parameters of which this rank stores nothing. `state` is by parameter name.
 
-    Frameworks leave no gradient there, so such counts are stale, and DCP would write the count of an arbitrary rank.
+    Frameworks give an empty shard no gradient, so its step count is stale. torch.distributed.checkpoint writes the
+    count of an arbitrary rank, which could be this one.
     """
     for one, layout in zip(table.params, table.layouts, strict=True):
         if not one.param.numel() and 0 not in layout.view.shape:
@@ -328,16 +334,17 @@ def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[s
 def _as_global(
     weights: Mapping[str, Any],  # by parameter name
     state: Mapping[str, Mapping[str, Any]],  # by parameter name, then state key
-    table: Table,  # of all plain shards
+    table: Table,  # layouts of all shards that are plain tensors
 ) -> dict[str, Any]:
-    """Replace every plain shard in weights and state by a `_Shard`.
+    """Replace every shard that is a plain tensor, in weights and state, by a `_Shard`, which knows its position in the
+    whole tensor.
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        if not isinstance(engine_of(one.param), FlatEngine):  # weights of FSDP1 come converted by FSDP1 itself
+        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 itself has already converted its weights
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})
         for key, value in of_one.items():
@@ -349,8 +356,8 @@ def _as_global(
 
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
-    """The layout of the scales of 8-bit momentum (one per row and block of columns), from the layout of the momentum.
-    All pieces begin at block boundaries: other layouts were refused when the momentum was created."""
+    """Compute the layout of the scales of 8-bit momentum (one per row and block of columns) from the layout of the
+    momentum. All pieces begin at block boundaries, since creating the momentum raised an error otherwise."""
     inner = math.prod(layout.view.shape[num_row_dims + 1 :])
 
     def in_blocks(index: Ints) -> Ints:
@@ -390,12 +397,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module in ("torch", Metadata.__module__) and "." not in name:
             found = super().find_class(module, name)
             if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
-                return found  # defined in that module, not imported there
+                return found  # a dtype, or a class that the module itself defines
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 class _Reader(FileSystemReader):
-    """Reader of a checkpoint folder that checks the metadata before DCP unpickles it.
+    """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it.
 
     Attributes:
         items: Contents of the checkpoint: "optimizer.state.<parameter>.<key>" -> dtype and size.
@@ -404,7 +411,7 @@ class _Reader(FileSystemReader):
     items: Mapping[str, Any]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata as DCP does, after a check.
+        """Read the metadata as torch.distributed.checkpoint does, but first check that unpickling it runs no code.
 
         Raises:
             ValueError: The metadata names a type or function that no checkpoint needs.
@@ -421,13 +428,14 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP load planner that checks values other than tensors (options of groups) before it unpickles them."""
+    """Load planner of torch.distributed.checkpoint that checks values other than tensors (options of groups) before it
+    unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as DCP does, after a check.
+        """Load a value as torch.distributed.checkpoint does, but first check that unpickling it runs no code.
 
         Raises:
-            ValueError: The value has parts that are not numbers, strings, tensors or containers of them.
+            ValueError: The value contains anything but numbers, strings, tensors and containers of these.
         """
         try:
             torch.load(value, weights_only=True)

@@ -1,14 +1,17 @@
-"""Validation of state dicts: checked completely against an optimizer before anything changes. Does not communicate.
+"""Validation of state dicts. A state dict is checked completely against an optimizer before anything changes. Does not
+communicate.
 
 [Note: state of other optimizers]
-    Momentum here, and in torch.optim.Muon, is an average, B <- mu B + (1 - mu) G. Other optimizers store the sum
-    B <- mu B + G under the same key, which would outweigh the next gradient 20 times at mu = 0.95. A state dict does
-    not say which of the two it has, so only groups with the options of Muon are read, and nothing is converted.
+    Momentum in this package and in torch.optim.Muon is an average, B <- mu B + (1 - mu) G. Other optimizers store the
+    sum B <- mu B + G under the same key. Used as an average, it would outweigh the next gradient 20 times at mu = 0.95.
+    A state dict does not tell which of the two it contains, so only groups with the options of Muon are accepted, and
+    nothing is converted.
 
 [Note: state that is not there]
     A parameter's initial state is zeros (and a counter of 0). It is saved even for a trainable parameter that never had
-    a gradient: that changes nothing, and every rank lists the same keys. A checkpoint without state for some parameters
-    is therefore damaged, and refused. An empty entry, in contrast, means on purpose that there is no state.
+    a gradient, which does no harm and gives every rank the same keys. A checkpoint without state for some parameters is
+    therefore damaged, and loading it raises an error. An empty entry, in contrast, is a deliberate statement that there
+    is no state.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _ADAMW_KEYS = (STEP, *MOMENTS)
-# Options that a saved group must have; without them it was not saved by this optimizer's Muon or AdamW.
+# Options that a saved group must have; a group without them was saved by another optimizer.
 _MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _NOT_CONVERTED = (
     "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
@@ -46,33 +49,33 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """State keys of the stages of a group's variant."""
+    """Return the keys of the state that a group's variant (such as NorMuon) stores per matrix."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Fill in those parts of a parameter's initial state (zeros) that are missing."""
+    """Add the missing parts of a parameter's initial state, which consists of zeros."""
     if not group["use_muon"]:
         init_state(param, param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        if view.matrices:  # else shards whose layout is not known yet: the first step creates this state
+        if view.matrices:  # if a shard's layout is not known yet, the first step creates this state instead
             shapes = state_shapes(stages_of(group), view)
             state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop a parameter's state if it belongs to the other optimizer (AdamW's of a Muon parameter, or vice versa). It is
-    left if a parameter was frozen when its group's `use_muon` changed."""
+    """Drop a parameter's state if it is AdamW's state of a Muon parameter, or vice versa. Such state remains if a
+    parameter was frozen when `use_muon` of its group changed."""
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         state.clear()
 
 
 def read_state(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's, not written to
-    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; parameters are numbers or names
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups, not written to
+    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; parameters are given by numbers or names
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Check a state dict and convert it for an optimizer.
@@ -82,8 +85,8 @@ def read_state(
         shared with `saved` where neither dtype nor device changes.
 
     Raises:
-        ValueError: The state dict does not fit. The message gives the parameter's name, what was found and what is
-            allowed.
+        ValueError: The state dict does not fit the optimizer. The message gives the parameter's name, what was found
+            and what is allowed.
     """
     entries, theirs = _parts_of(saved)
     entries = with_carried(entries, theirs)
@@ -105,7 +108,7 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and _kept_keys(group)):  # ranks that store no part of it have stage state, too
+            elif found or (unsaved and _kept_keys(group)):  # even an empty shard has the variant's state
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
     if lacking:
@@ -121,7 +124,7 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
     """Split an optimizer's state dict into state (by parameter key) and groups.
 
     Raises:
-        ValueError: This is not an optimizer's state dict.
+        ValueError: The object is not an optimizer's state dict.
     """
     given: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
     entries: Any = given.get("state")
@@ -138,7 +141,8 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
 
 
 def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge an optimizer's group with a saved one: saved options, and the optimizer's own where none was saved."""
+    """Merge an optimizer's group with a saved group: use saved options, and the optimizer's own options if the saved
+    group lacks them."""
     where = f"group {index}: "
     if len(mine["params"]) != len(theirs["params"]):
         raise ValueError(
@@ -161,7 +165,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
     kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if "param_names" in mine:  # saved names may differ by what torch.compile adds
+    if "param_names" in mine:  # saved names may contain prefixes of wrappers such as torch.compile
         kept.add("param_names")
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not become AdamW's
@@ -174,8 +178,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless both groups have their names in the same order: state is assigned by position, and equal
-    shapes would hide a swap."""
+    """Raise ValueError unless both groups have the same names in the same order. State is assigned by position, and
+    swapped parameters of equal shape would not be noticed otherwise."""
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
         own, other = ([part for part in str(name).split(".") if part not in _WRAPPERS] for name in names)
@@ -189,13 +193,13 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 def _read_param(
     p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
-    """Check and convert one parameter's saved state. `group`: its merged group; `theirs`: the saved group.
+    """Check and convert one parameter's saved state. `group`: the parameter's merged group; `theirs`: the saved group.
 
-    Skips state that frameworks add: the step count that Megatron gives to every parameter, and FSDP1's zeros for the
-    other optimizer's state (frameworks/fsdp1.py).
+    State that frameworks add is skipped: the step count that Megatron gives to every parameter, and the zeros that
+    FSDP1 needs for kinds of state that a parameter does not have (frameworks/fsdp1.py).
 
     Raises:
-        ValueError: The state does not fit. The message does not name the parameter.
+        ValueError: The state does not fit the parameter. The message lacks the parameter's name.
     """
     _check_keys(p, found, group, theirs)
     engine, own, state = engine_for(p, group), _ADAMW_KEYS, dict[str, Any]()
@@ -221,7 +225,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
-        needed.discard(BUFFER)  # this rank has only the state of stages
+        needed.discard(BUFFER)  # a rank with an empty FSDP1 shard has only the variant's state
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(
@@ -245,16 +249,16 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
     """Convert one tensor of a parameter's state to the optimizer's dtype and device."""
-    if key == STEP:  # an fp32 tensor, as in torch's AdamW
+    if key == STEP:  # stored as an fp32 tensor, as in torch's AdamW
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE:  # `coded_fault` has checked it
+    if key == SCALE:  # already checked, by `coded_fault`
         return keeper.take(p, key, value)
     is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises for another layout
+    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises if shape or placement differ
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

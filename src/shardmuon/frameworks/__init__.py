@@ -1,5 +1,6 @@
-"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework,
-registered here. They may import anything except commands and testing. No layer below imports them.
+"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework. This
+file registers the integrations. They may import anything except `commands` and `testing`, and no lower layer imports
+them.
 """
 
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost

@@ -1,9 +1,10 @@
-"""State of FSDP1's parameters in the form that `FSDP.optim_state_dict` gathers.
+"""State dicts of FSDP1's parameters in the form that `FSDP.optim_state_dict` can gather.
 
 [Note: alike in a unit]
-    FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) as one tensor as long as a unit's flat
-    parameter, so every tensor of the unit needs every kind, in one dtype. Muon stores different kinds of state for
-    matrices and for AdamW's parameters. Kinds that a tensor lacks are therefore saved as zeros, and dropped on loading.
+    FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) of a unit (a wrapped module) as one tensor that
+    is as long as the unit's flat parameter. So every parameter of the unit needs every kind of state, in one dtype.
+    Muon stores different kinds for matrices and for AdamW's parameters. Kinds that a parameter lacks are therefore
+    saved as zeros, and dropped on loading.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ _KINDS = (BUFFER, *MOMENTS)
 
 
 class FSDP1Host(Host):
-    """Host that prepares state dicts for FSDP1's functions. Steps are those of a plain training loop."""
+    """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
 
     packages = ()
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
         _make_alike(core.param_groups, saved)
-        # the groups carry stages' state, because FSDP1 saves only state that is as long as the parameter
+        # variants' state per matrix goes into the groups: FSDP1 saves only state that is as long as the parameter
         carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
 
 
 def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
-    """Add missing kinds of state as zeros to a state dict of `Optimizer.state_dict`, see [Note: alike in a unit]."""
+    """Add zeros for missing kinds of state to a dict from `Optimizer.state_dict`, so that all parameters of an FSDP1
+    unit have the same kinds in the same dtype: see [Note: alike in a unit]."""
     state = saved["state"]
     units: dict[Any, list[tuple[int, Tensor]]] = {}
     for group, packed in zip(groups, saved["param_groups"], strict=True):
@@ -47,14 +49,14 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
         kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
         dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
         if not dtypes or any(SCALE in state[key] for key, _ in members):
-            continue  # 8-bit momentum, which FSDP1 refuses
-        dtype = reduce(torch.promote_types, dtypes)  # represents the values of all of them exactly
+            continue  # no state yet, or 8-bit momentum, which FSDP1 cannot save
+        dtype = reduce(torch.promote_types, dtypes)  # can represent the values of all these dtypes exactly
         for key, param in members:
             zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
             state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
 
 
 def _sharded(param: Tensor) -> UnitPlace | None:
-    """Place of a parameter in its FSDP1 unit; None if FSDP1 does not shard the parameter."""
+    """Return the location of a parameter in its FSDP1 unit; None if FSDP1 does not shard the parameter."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None

@@ -23,16 +23,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class MuonFactory:
-    """Factory that makes a Trainer's optimizer from its model, when the Trainer asks for it.
+    """Factory that makes a Trainer's optimizer from the model when the Trainer calls it.
 
     Options that are not given come from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
     ``weight_decay``, ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
-    ``adam_epsilon``. A line in the log lists the options taken from the TrainingArguments, and how many parameters go
-    to each optimizer. If the Trainer will wrap the model in DistributedDataParallel, the ranks share the work.
+    ``adam_epsilon``. A log line lists the options taken from the TrainingArguments, and the number of parameters that
+    Muon and AdamW get. If the Trainer will wrap the model in DistributedDataParallel, the ranks share the work.
 
     Args:
         args: The Trainer's arguments. None: `lr` must be given, and the other options have shardmuon's defaults.
-        options: Options of `shardmuon.Muon`, including those for a module (`adamw_lr`, `overrides`, ..).
+        options: Options of `shardmuon.Muon`, including options that apply if it is given a module (`adamw_lr`,
+            `overrides`, ..).
 
     Example:
         >>> trainer = Trainer(model, args, optimizer_cls_and_kwargs=(MuonFactory(args), {}))  # doctest: +SKIP
@@ -43,8 +44,8 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. Trainer calls twice: first the factory without a model, as if it were an optimizer class,
-        then the returned factory with the model.
+        """Make the optimizer. The Trainer expects a factory class: it first calls this object without a model, as if to
+        create an instance, and then calls the result with the model.
 
         Args:
             model: Model to optimize. None: returns the factory itself.
@@ -54,7 +55,7 @@ class MuonFactory:
             The optimizer, or the factory if `model` is None.
 
         Raises:
-            ValueError: No learning rate is given, or `Muon` refuses an option or a parameter.
+            ValueError: No learning rate is given, or `Muon` rejects an option or a parameter.
         """
         if model is None:
             return self
@@ -80,11 +81,12 @@ class MuonFactory:
 
 
 def _replicas(model: nn.Module) -> Any:
-    """Process group over which the Trainer will replicate the model by DistributedDataParallel; None if it will not.
+    """Return the process group over which the Trainer will replicate the model with DistributedDataParallel. None: it
+    will not use DistributedDataParallel.
 
-    The model is not wrapped yet, but accelerate knows the wrapper: its types MULTI_GPU, MULTI_CPU, .. mean
-    DistributedDataParallel. FSDP and DeepSpeed have types of their own and shard the parameters themselves. A model
-    that is already tensor parallel (`tp_plan`) has DTensors, which carry their ranks.
+    The model is not wrapped yet, but accelerate's `distributed_type` tells how it will be: MULTI_GPU, MULTI_CPU, ..
+    mean DistributedDataParallel. FSDP and DeepSpeed have other types and shard the parameters themselves. A model that
+    is already tensor parallel (`tp_plan`) has DTensors, whose meshes list the ranks.
     """
     from accelerate.state import AcceleratorState, is_initialized
 

@@ -2,11 +2,15 @@
 parameter, and all ranks compute the same table from the reports.
 
 [Note: describing together]
-    Each rank first describes its parameters on its own and sends the whole component the ranks that share them. From
-    these messages every rank knows all sets of sharing ranks. Then ranks exchange their claims (what they store), with
-    a digest of the data that must be equal within each set; a layout is a pure function of the claims of its set. Last,
-    they exchange and compare fingerprints of parameters with replicas; parameters that are only sharded are not read.
-    An error on a rank is sent as data: it replaces the payload of that rank's next message, and all ranks raise it.
+    A component is a set of ranks that are connected, directly or through other ranks, by shared parameters. Its ranks
+    build the table in three exchanges:
+
+    1. Each rank inspects its parameters and tells the component which ranks share them.
+    2. Each rank sends its claims, which describe what it stores of each parameter, and a digest of the data that must
+       be equal on all ranks that share a parameter. A layout is a pure function of these ranks' claims.
+    3. Ranks exchange and compare fingerprints of replicated parameters. Values of other parameters are not read.
+
+    An error on a rank travels as data: it replaces the payload of the rank's next message, and then all ranks raise it.
 """
 
 from __future__ import annotations
@@ -34,13 +38,14 @@ from shardmuon.layout.views import view_of
 
 
 class Listed(NamedTuple):
-    """A parameter as an optimizer lists it.
+    """A parameter of an optimizer, with the options that determine its layout.
 
     Attributes:
         name: Name for messages.
         identity: Name of the parameter that is equal on all ranks; "" if it has none.
         param, group: The tensor and its parameter group.
-        view: Arguments of `matrix_view`, which says what matrices the tensor holds. None: none (an AdamW parameter).
+        view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
+            matrices (an AdamW parameter).
         options: Text of further options that must be equal on all ranks.
     """
 
@@ -53,7 +58,8 @@ class Listed(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A listed parameter with its engine, and the ties and claim that the engine reports for it."""
+    """A parameter, the engine that handles its kind of storage, and the engine's report: the ranks that share the
+    parameter (ties) and what this rank stores of it (claim)."""
 
     listed: Listed
     engine: Engine
@@ -62,13 +68,13 @@ class _Described(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Message of a rank to its component, all ranks connected to it.
+    """First message of a rank to its component, which is all ranks connected to it by shared parameters.
 
     Attributes:
-        ties: Ties of all parameters of the rank, including parameters that do not take part in steps at present.
-        stamp: Stamp of the rank's machine, see `orthogonalize.stamp`.
-        nonce: Random bytes, unique to a table, from which tokens are made: if ranks step two equal optimizers in
-            different orders, their tokens differ.
+        ties: Sharing ranks of each of this rank's parameters, including parameters that steps currently skip.
+        stamp: Text that identifies the rank's hardware and software, from `orthogonalize.stamp`.
+        nonce: Random bytes, drawn anew for each table. The table's token is a hash of all ranks' nonces, so tokens
+            reveal if ranks step two otherwise equal optimizers in different orders.
     """
 
     ties: tuple[Ties, ...]
@@ -80,9 +86,9 @@ class _Said(NamedTuple):
     """Message of a rank about the parameters that it shares with a set of ranks.
 
     Attributes:
-        digest: Digest of the lines that must be equal on all of these ranks.
-        extents: Extent of each claim, which may differ by rank.
-        group: Name of a process group over these ranks that the rank knows; "" if there is none.
+        digest: Digest of the parameters' descriptions, which must be equal on all of these ranks.
+        extents: This rank's storage of each parameter, which may differ by rank.
+        group: Name of a process group over these ranks, if this rank knows one; otherwise "".
     """
 
     digest: bytes
@@ -90,8 +96,8 @@ class _Said(NamedTuple):
     group: str
 
 
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> their sets of ranks
-_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that they share
+_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the sets of ranks in them
+_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that these ranks share
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +106,13 @@ class Table:
     layouts of it.
 
     Attributes:
-        component: All ranks that vote together.
+        component: All ranks that built the table, connected by shared parameters.
         params: This rank's parameters.
-        claims: This rank's claim for each parameter.
+        claims: This rank's description of its storage, for each parameter.
         layouts: Layout of each parameter.
-        sets: Set of ranks -> indices of the parameters that they share; small sets first.
+        sets: Set of ranks -> indices of the parameters that these ranks share; small sets first.
         groups: Set of ranks -> name of their process group, for sets where all ranks know the same group.
-        stamps: Rank -> stamp of its machine, for all ranks of the component.
+        stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
         token: 16 bytes that identify this table, equal on all of its ranks.
     """
 
@@ -121,7 +127,7 @@ class Table:
 
 
 def describe(listed: Sequence[Listed]) -> list[_Described]:
-    """Ask the engine of each parameter for its ties and its claim.
+    """Ask each parameter's engine which ranks share the parameter and what this rank stores of it.
 
     Raises:
         ValueError: A parameter is unusable; the message gives its name and the reason.
@@ -135,8 +141,9 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 
 
 def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
-    """Sets of ranks that share these parameters, except parameters for which they cannot be determined. Other ranks of
-    these sets wait for this one, so errors are recorded in `fault`, and an interrupted attempt is repeated once."""
+    """Find the sets of ranks that share these parameters. Other ranks of the sets wait for this rank's message, so an
+    error does not stop the search: it is recorded in `fault`, and parameters that cannot be resolved are left out. An
+    attempt that is interrupted is repeated once."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -161,19 +168,20 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Build the layout table, see [Note: describing together]. Collective over the component.
+    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over all ranks that are
+    connected, directly or through other ranks, by shared parameters or by `beyond`: the component.
 
     Args:
         rank: This rank.
         listed: This rank's parameters.
-        waiting: Name, tensor and group of all parameters whose sharing ranks may wait for this rank. None: the listed
-            parameters.
-        beyond: Further sets of ranks, with this one, that must belong to the component.
-        before: The previous component, if there was one.
-        stamp: Stamp of this machine.
-        groups: Set of ranks -> name of a process group over them that this rank knows.
+        waiting: Function that returns name, tensor and group of every parameter for which other ranks may wait for this
+            rank. None: the listed parameters.
+        beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
+        before: The component of the previous table, if there was one.
+        stamp: Text that identifies this rank's hardware and software.
+        groups: Set of ranks -> name of a process group over them, for groups that this rank knows.
         fingerprint: Function that hashes a storage to 64 bits, to compare replicas. None: replicas are not compared.
-        fault: This rank's error so far, if it has one.
+        fault: Record of an error that this rank already has, if any.
 
     Raises:
         Refused: Some rank has an error, or the reports of ranks contradict each other. Raised on every rank.
@@ -216,8 +224,8 @@ def bind(
 
 
 def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
-    """Map each set of sharing ranks (this one among them) to the indices of its parameters. Small sets come first, the
-    order in which all ranks process them."""
+    """Map each set of ranks that includes this rank to the indices of the parameters that the set shares. Small sets
+    come first, so that all ranks process the sets in the same order."""
     numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
     for number, one in enumerate(mine):
         numbers[union(grids[one.ties])].append(number)
@@ -225,17 +233,18 @@ def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ran
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Describe a parameter in text that must be equal on all ranks that share it. `compared`: replicas are compared."""
+    """Describe a parameter in text that must be equal on all ranks that share it. `compared`: True if values of
+    replicas will be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # -1: the dim is cut into parts of any size
+    sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of any size
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Message about the first parameter that some rank of a set lists differently from the first rank. Equal parts of
-    the two texts are left out."""
+    """Error message about the first parameter that a rank of the set describes differently from the set's first rank.
+    Parts that both descriptions have in common are left out."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -265,7 +274,7 @@ def _layouts(
     everyone: Mapping[int, Mapping[Ranks, _Said]],
     grids: Mapping[Ties, Grid],
 ) -> list[ParamLayout]:
-    """Layout of each parameter. Parameters with equal layouts share one object."""
+    """Compute the layout of each parameter. Parameters with equal layouts share one object."""
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
@@ -291,14 +300,14 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # empty if this rank has an error
+    table: Sequence[Table],  # one table; empty if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
     """Compare the fingerprints of replicas, and raise on all ranks if any rank finds a difference or has an error.
-    Collective over the component."""
-    prints = dict[tuple[Ranks, int], int]()  # (set, place of a parameter with replicas in it) -> fingerprint
+    Collective over `component`."""
+    prints = dict[tuple[Ranks, int], int]()  # (set of ranks, parameter's position in the set) -> fingerprint
     with fault:
         if table and fingerprint is not None:
             placed = [(ranks, *place) for ranks, numbers in table[0].sets.items() for place in enumerate(numbers)]
@@ -306,7 +315,7 @@ def _compare_replicas(
                 if table[0].layouts[number].has_replicas:
                     prints[ranks, at] = fingerprint(local_if_any(mine[number].listed.param))
     found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # the same on every rank
+    if any(found.values()):  # all ranks have the same `found`, so all enter this branch with its collective call
         with fault:
             for ranks, at in prints:
                 number = table[0].sets[ranks][at]
@@ -315,7 +324,8 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprint of the storage on each sharing rank."""
+    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprint of the local storage on each rank that
+    shares the parameter."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
         first, wanted = seen.setdefault(pieces, (rank, value))
@@ -328,14 +338,16 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
             )
 
 
-# ------------------------------------------------------------------------------------------ bindings made from a table
+# --------------------------------------------------------------------------------------- collective calls with a table
 
 
 class TableCall(Call[_K]):
-    """A collective call whose cached binding is made from a layout table by `made`.
+    """A collective call that builds a layout table, derives data (its binding) from the table with `made`, and caches
+    the binding for later calls.
 
     Attributes:
-        beyond: Ranks that vote with this one even if they share no parameter with it; None: there are none.
+        beyond: Ranks that take part in the call with this rank even if they share no parameter with it; None: no such
+            ranks.
         stamp, groups, fingerprint: Arguments of `bind` for a new table.
     """
 
@@ -349,17 +361,18 @@ class TableCall(Call[_K]):
         """Return the parameters for a new table."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        """Return name, tensor and group of all parameters whose sharing ranks may wait for this rank, including
-        parameters that cannot be listed."""
+        """Return name, tensor and group of every parameter for which other ranks may wait for this rank, including
+        parameters for which `listed` raises an error."""
         return [(one.name, one.param, one.group) for one in self.listed()]
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Make the binding from a new table. Returns the binding and a picklable message to all ranks."""
+        """Derive the data to cache (the binding) from a new table. Returns the binding and a picklable message to all
+        ranks."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding with the messages of all ranks of the component, and cache it."""
+        """Complete the binding with the messages that `made` returned on all ranks, and cache it."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

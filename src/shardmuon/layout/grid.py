@@ -1,7 +1,7 @@
-"""The grid of ranks that share a tensor: one row per replica, one column per part. Pure functions.
+"""The grid of ranks that share a tensor: one row per replica, one column per shard ("part"). Pure functions.
 
-For a plain tensor, a rank knows two sets of ranks: the ranks that store the other parts of its replica, and the ranks
-that store the same part. The rest of the grid follows from the sets that the other ranks report.
+For a plain tensor, a rank knows only its own row and column of the grid: the ranks that store the other parts of its
+replica, and the ranks that store the same part. The rest of the grid follows from what the other ranks report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Ties(NamedTuple):
     Attributes:
         parts: Ranks that store the parts of this rank's replica, in part order; only this rank if the tensor is
             not cut.
-        mates: Ranks of this rank's part, ascending: they store replicas of the part, or shard it among themselves.
+        mates: Ranks that store the same part as this rank, ascending. They replicate the part or shard it further.
     """
 
     parts: Ranks
@@ -30,7 +30,7 @@ class Ties(NamedTuple):
 
     @property
     def sets(self) -> tuple[Ranks, ...]:
-        """Sets of ranks (each ascending) that communicate because they share the tensor."""
+        """The two sets of ranks, each ascending; a single set if they are equal."""
         return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
 
 
@@ -40,13 +40,14 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Map the ties of every rank to the grid of the tensor. The result is equal on all ranks of a component.
+    """Find, for each rank's ties (the ranks with which it shares a tensor), the grid of all ranks that share the
+    tensor. The result is equal on all ranks.
 
     Args:
-        known: Rank -> the ties of its tensors, for all ranks of the component.
+        known: Rank -> the ties of its tensors, for all ranks that are connected by shared tensors.
 
     Raises:
-        Unlike: The groups of some ranks form no grid.
+        Unlike: The ties of some ranks do not fit together into a grid.
     """
     found: dict[Ties, Grid] = {}
     for rank, of_rank in known.items():
@@ -54,14 +55,15 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # finding the grid of each of its ranks separately would take O(N^3) on N ranks
+                # reuse the grid for all of its ranks: computing it once per rank would take O(N^3) on N ranks
                 for row, column in itertools.product(grid, columns):
                     found.setdefault(Ties(row, column), grid)
     return found
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # columns: the ranks of each part. rows: each mate's replica, with every part in the matching column
+    # columns: for each part, the ranks that store it. rows: for each mate, the ranks of its replica, if each of them
+    # is in the column of its part
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:

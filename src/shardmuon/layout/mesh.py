@@ -1,22 +1,23 @@
-"""Pieces of a sharded tensor: by mesh placements, by a tensor-parallel group, or by flat ranges. Pure functions.
+"""Pieces of a tensor that each rank stores, computed from mesh placements, from the cut of a tensor-parallel group, or
+from flat element ranges. Pure functions.
 
 [Note: order of cuts]
     Placements are listed by mesh axis, but if several axes cut one tensor dim, the order of the cuts can differ from
-    the order of the axes. Plain shards cut in axis order. A strided shard with split factor s says that s shards
-    existed before its axis cut: `fully_shard` on top of tensor parallelism gives mesh (dp, tp), placements
-    (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp cuts each tp shard. On sizes that do not divide evenly,
-    reading such placements from left to right (as torch's own offset helper and `distribute_tensor` do) gives other
-    rows than `fully_shard` stores. This module reads placements as `fully_shard` does, and raises an error if ranks
-    store other shapes.
+    the order of the axes. Plain shards cut in axis order. A strided shard with split factor s means that the dim was
+    already cut into s shards before its axis cut it: `fully_shard` on top of tensor parallelism gives mesh (dp, tp) and
+    placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp cuts each tp shard. If sizes do not divide
+    evenly, reading these placements from left to right (as torch's own offset helper and `distribute_tensor` do) gives
+    other rows than `fully_shard` stores. This module computes the rows that `fully_shard` stores; if the storage of a
+    rank has another shape, an error is raised.
 
 [Note: lone strided shard]
-    If the axis that cut first has been gathered, a strided shard remains alone: the dim is cut into s parts, the axis
-    cuts each part, and a rank stores its share of every part. With 8 rows in 2 parts on 2 ranks, the first rank stores
-    rows {0, 1, 4, 5}, not 0 to 3. A rank then stores several pieces, one after the other.
+    A strided shard can remain alone, after the axis that cut first has been gathered. The dim is then cut into s parts,
+    the axis cuts each part, and a rank stores its share of every part. With 8 rows in 2 parts on 2 ranks, the first
+    rank stores rows {0, 1, 4, 5}, not 0 to 3. A rank then stores several pieces, one after the other.
 
 [Note: stride]
-    A stride of s says that the dim is first cut into s equal blocks (gate and up, fused in one weight), and each shard
-    stores its share of every block, one after the other. Megatron and TransformerEngine call the stride
+    A stride of s means that the dim is first cut into s equal blocks (such as gate and up, fused in one weight), and
+    each shard stores its share of every block, one after the other. Megatron and TransformerEngine call the stride
     `partition_stride`.
 """
 
@@ -30,18 +31,18 @@ from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
-OfRank = tuple[tuple[Held, ...], Ints]  # pieces that a rank stores, shape of its storage
+OfRank = tuple[tuple[Held, ...], Ints]  # pieces that one rank stores, and the shape of its storage
 
 
 class Shard(NamedTuple):
-    """Placement of a mesh axis that cuts a tensor dim. `factor`: split factor of a strided shard, see [Note: order of
-    cuts]; 1 for a plain shard."""
+    """Placement of a mesh axis that shards a tensor dim. `factor`: split factor of a strided shard, the number of
+    shards that earlier cuts made of the dim ([Note: order of cuts]); 1 for a plain shard."""
 
     dim: int
     factor: int = 1
 
 
-Placements = tuple[Shard | None, ...]  # for each mesh axis; None: replicated
+Placements = tuple[Shard | None, ...]  # one placement for each mesh axis; None: replicated
 
 
 class OnMesh(NamedTuple):
@@ -49,8 +50,8 @@ class OnMesh(NamedTuple):
 
     Attributes:
         mesh: Size of each mesh axis.
-        ranks: Global ranks, in row-major order.
-        placements: One for each mesh axis.
+        ranks: Global ranks, in row-major order of their mesh coordinates.
+        placements: Placement for each mesh axis.
     """
 
     mesh: Ints
@@ -65,9 +66,9 @@ def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ..
     """Compute the pieces of a tensor and the shape of their storage for each rank of a mesh.
 
     Args:
-        shape: Shape of the tensor.
+        shape: Global shape of the tensor.
         mesh: Size of each mesh axis.
-        placements: One for each mesh axis.
+        placements: Placement for each mesh axis.
 
     Returns:
         Pieces and storage shape of each rank, in row-major order of mesh coordinates.
@@ -76,7 +77,8 @@ def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ..
 
 
 def read_at(shape: Ints, mesh: Ints, placements: Placements, place: Ints) -> OfRank:
-    """Compute the pieces and the storage shape of one rank, at this mesh coordinate: see `reading`."""
+    """Compute the pieces and the storage shape of the rank at mesh coordinate `place`. Arguments are as in
+    `reading`."""
     ranges = []
     for dim, size in enumerate(shape):
         cuts = _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
@@ -85,8 +87,9 @@ def read_at(shape: Ints, mesh: Ints, placements: Placements, place: Ints) -> OfR
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
-    """Sort the (axis, factor) pairs of a dim into the order of the cuts: a factor > 1 counts the shards of axes that
-    cut earlier but are listed later. Returned factors leave out the shards of listed axes."""
+    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. A factor
+    above 1 counts the shards made by axes that cut earlier but are listed later. A returned factor counts only shards
+    made by an axis that is not listed."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -100,8 +103,8 @@ def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
 
 
 def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
-    """Indices of a dim that a mesh coordinate stores. Each cut first splits into `factor` parts, then the axis splits
-    each part; the coordinate stores its share of every part."""
+    """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut splits the dim into
+    `factor` parts, and splits each part again along the mesh axis; the rank stores its share of every part."""
     ranges: _Ranges = ((0, size),)
     for axis, factor in cuts:
         parts = (_chunk(ranges, factor, part) for part in range(factor))
@@ -110,7 +113,7 @@ def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
 
 
 def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
-    """Part `part` of `torch.chunk(num_parts)` over the concatenated indices of `ranges`."""
+    """Return the indices of chunk number `part` if `torch.chunk` splits the concatenated `ranges` into `num_parts`."""
     step = -(-sum(stop - start for start, stop in ranges) // num_parts)
     return _narrow(ranges, part * step, step)
 
@@ -127,7 +130,7 @@ def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
 
 
 def _stored(ranges: Sequence[_Ranges]) -> OfRank:
-    """Combine the index ranges of each dim into boxes, and compute the shape of a storage that packs them."""
+    """Combine the index ranges of each dim into boxes, and compute the shape of a storage that packs the boxes."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
     for pick in itertools.product(*(zip(dim, at, strict=False) for dim, at in zip(ranges, starts, strict=True))):
@@ -137,8 +140,8 @@ def _stored(ranges: Sequence[_Ranges]) -> OfRank:
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
-    """True if two storage shapes are equal or both empty. The shape of an empty shard varies: for an empty shard of
-    shape (12, 0), `fully_shard` stores (0, 0)."""
+    """True if two storage shapes are equal, or if both are empty. The shape of an empty shard is not reliable:
+    `fully_shard` stores an empty shard of shape (12, 0) as (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 
 
@@ -146,14 +149,15 @@ def same_storage(first: Ints, second: Ints) -> bool:
 
 
 class Cut(NamedTuple):
-    """Dim and stride along which a tensor-parallel group cuts a tensor: see [Note: stride]."""
+    """Cut of a tensor by a tensor-parallel group: the dim that is cut, and the number of equal blocks of the dim that
+    are each cut separately ([Note: stride])."""
 
     dim: int
     stride: int
 
 
 def parts_of(shape: Ints, cut: Cut, sizes: Ints) -> tuple[tuple[Held, ...], ...]:
-    """Compute the pieces of each tensor-parallel part. `sizes`: size of each part along the cut dim.
+    """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
 
     Raises:
         ValueError: The size of a part is not divisible by `cut.stride`; the message lacks the parameter's name.
@@ -162,7 +166,7 @@ def parts_of(shape: Ints, cut: Cut, sizes: Ints) -> tuple[tuple[Held, ...], ...]
 
 
 def _parts(shape: Ints, cut: Cut, sizes: Ints) -> Iterator[list[_Ranges]]:
-    """Index ranges of each dim, for each part."""
+    """Yield, for each tensor-parallel shard, the index ranges that it covers in each dim."""
     if any(size % cut.stride for size in sizes):
         raise ValueError(
             f"partition_stride={cut.stride} says that each shard holds {cut.stride} parts of one size, but the shards "
@@ -183,12 +187,13 @@ def at_dim(numbers: Ints, dim: int, value: int) -> Ints:
 
 
 def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: int, stop: int) -> tuple[Held, ...]:
-    """Compute the pieces of elements [start, stop) of one flattened tensor-parallel part, in storage order.
+    """Compute the pieces that make up elements [start, stop) of one flattened tensor-parallel shard ("part"), in
+    storage order.
 
     Args:
         shape: Shape of the whole tensor.
-        cut: Cut into equal parts, along dim 0 or with stride 1, since other cuts do not give consecutive boxes. None:
-            the tensor is not cut, and the range refers to the whole tensor.
+        cut: Cut into equal parts. It must be along dim 0 or have stride 1, since otherwise the boxes of a part are not
+            consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole tensor.
         part, num_parts: Index of the part, and number of parts.
         start, stop: Element range in the part.
     """
@@ -207,7 +212,7 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
 
 
 def rows_of_part(shape: Ints, cut: Cut, part: int, num_parts: int, rows: range) -> OfRank:
-    """Compute the pieces of some rows of a tensor-parallel part, and the shape of their storage.
+    """Compute the pieces that make up some rows of a tensor-parallel shard ("part"), and the shape of their storage.
 
     Args:
         shape: Shape of the whole tensor.
@@ -216,7 +221,7 @@ def rows_of_part(shape: Ints, cut: Cut, part: int, num_parts: int, rows: range) 
         rows: Indices along dim 0 of the part.
 
     Raises:
-        ValueError: See `parts_of`.
+        ValueError: The size of the part is not divisible by `cut.stride`; the message lacks the parameter's name.
     """
     num = shape[cut.dim]
     step = -(-num // num_parts)
@@ -230,7 +235,7 @@ class Extent(NamedTuple):
 
     Attributes:
         shape: Shape of the storage.
-        held: Pieces in the storage, if other ranks cannot compute them; otherwise empty.
+        held: Pieces in the storage, if other ranks cannot compute them from the shape; otherwise empty.
     """
 
     shape: Ints

@@ -1,9 +1,10 @@
-"""Pieces of a tensor that ranks store, and the tiles of matrices that lie in these pieces. Pure index arithmetic.
+"""Pieces of a tensor, each stored by a rank, and tiles, the parts of matrices in these pieces. Pure index arithmetic.
 
 [Note: two addresses]
-    A tile is a box of the fine index space (see views.py), so it has strides both in its rank's storage and in its
-    matrix, and moving it is one copy between two strided views. The box is equal on all ranks. The strides of the
-    storage are local to a rank and may change from step to step, so they are read at each access.
+    A tile is a box of the tensor's index space (in which one dim may be split in two, see views.py). So a tile has
+    strides both in its rank's storage and in its matrix, and a single copy between two strided views moves it. All
+    ranks know the box. The strides of the storage are known only to its rank and may change from step to step, so they
+    are read at each access.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Elements [start, stop) in row-major order of the tensor, or of `box` if given."""
+    """Elements [start, stop) of the flattened tensor, or of the flattened `box` if given, in row-major order."""
 
     start: int
     stop: int
@@ -47,12 +48,13 @@ Piece = Box | FlatRange
 
 
 class Held(NamedTuple):
-    """A piece and its location in a rank's storage. Pieces are dense: if rows are distributed round-robin, each row is
-    a piece of its own and needs its own copy.
+    """A piece of a tensor and its location in a rank's storage. Pieces have no holes: if rows are distributed
+    round-robin, each row is a separate piece and needs a separate copy.
 
     Attributes:
-        piece: The piece.
-        local: Index of the piece's first element in the storage: one per dim (`Box`), or a flat one (`FlatRange`).
+        piece: Elements of the tensor.
+        local: Index in the storage of the piece's first element: one number per dim for a `Box`, a single flat index
+            for a `FlatRange`.
     """
 
     piece: Piece
@@ -60,19 +62,20 @@ class Held(NamedTuple):
 
 
 def whole(shape: Ints) -> tuple[Held]:
-    """Piece that covers a whole tensor, in storage of the same shape."""
+    """Make the single piece that covers a whole tensor, in storage of the same shape."""
     zeros = (0,) * len(shape)
     return (Held(Box(zeros, shape), zeros),)
 
 
 class Patch(NamedTuple):
-    """Elements of one matrix, as an N-D view in which each dim runs along rows or along columns.
+    """Elements of one matrix, as an N-D view of which each dim steps through either rows or columns of the matrix.
 
     Attributes:
         matrix: Index of the matrix in its parameter.
         sizes: Sizes of the view.
         row, col: Row and column of the first element.
-        rows, cols: For each dim, the step to the next element in rows and in columns; one of the two is 0.
+        rows, cols: For each dim of the view, the number of matrix rows and of matrix columns between neighboring
+            elements; one of the two is 0.
     """
 
     matrix: int
@@ -88,14 +91,15 @@ class Patch(NamedTuple):
         return cls(matrix, (num_rows, num_cols), row, col, (1, 0), (0, 1))
 
     def address(self, of_row: int, of_col: int) -> tuple[int, Ints]:
-        """Offset of the first element and stride of each dim, in a matrix with the given row and column strides."""
+        """Compute the offset of the first element and the stride of each dim, in a matrix with the given row and column
+        strides."""
         strides = tuple(a * of_row + b * of_col for a, b in zip(self.rows, self.cols, strict=True))
         return self.row * of_row + self.col * of_col, strides
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
-        """Split the patch into parts of at most `limit` elements (or one index), along the first dim with a size above
-        1 among the first `num_dims`. Yields ((dim, start, size), part): arguments that narrow a view to the part, and
-        the part itself."""
+        """Split the patch into slabs of at most `limit` elements, but at least one index, along the first dim with a
+        size above 1 (only the first `num_dims` dims are considered). Yields ((dim, start, size), slab); the first item
+        holds the arguments with which `Tensor.narrow` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
         step = max(1, limit * size // max(1, math.prod(self.sizes)))
@@ -107,7 +111,8 @@ class Patch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The part of one matrix that lies in one piece: a box of the fine index space, stored by one rank.
+    """Elements that one matrix and one rank's piece of a tensor have in common. They form a box of the fine index space
+    (the tensor's index space, in which one dim may be split in two).
 
     Attributes:
         matrix: Index of the matrix in its view.
@@ -126,24 +131,25 @@ class Tile(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Ints, Ints]:
-        """Key of the tile without its location in storage: equal for all replicas of the tile."""
+        """Matrix and box of the tile, without its location in storage: equal for all replicas of the tile."""
         return self.matrix, self.start, self.sizes
 
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
-        """Offset of the tile's first element and stride of each fine dim, in the row-major matrix."""
+        """Compute the offset of the tile's first element and the stride of each dim of its box, in the row-major
+        matrix."""
         matrix = view.matrices[self.matrix]
         return _dot([a - b for a, b in zip(self.start, matrix.start, strict=True)], matrix.strides), matrix.strides
 
     def patch(self, view: MatrixView) -> Patch:
-        """Patch of the tile's elements, in rows and columns of the matrix."""
+        """Convert the tile to a patch, which addresses the same elements by rows and columns of the matrix."""
         offset, strides = self.in_matrix(view)
         num_cols = view.matrices[self.matrix].cols
         rows, cols = zip(*(divmod(stride, num_cols) for stride in strides), strict=True)
         return Patch(self.matrix, self.sizes, *divmod(offset, num_cols), rows, cols)
 
     def in_storage(self, view: MatrixView, strides: Sequence[int]) -> tuple[int, Ints]:
-        """Offset of the tile's first element and stride of each fine dim, in a storage with the given strides (a single
-        stride if the piece is a `FlatRange`)."""
+        """Compute the offset of the tile's first element and the stride of each dim of its box, in a storage with the
+        given strides (a single stride if the piece is a `FlatRange`)."""
         piece, local = self.held
         if isinstance(piece, FlatRange):
             box = piece.box or Box((0,) * len(view.shape), view.shape)
@@ -160,7 +166,8 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
-    """Compute the tiles that lie in a piece, ordered by matrix, and by storage order within a matrix."""
+    """Split a piece into tiles, each of which belongs to one matrix. Tiles are ordered by matrix, then by their place
+    in storage."""
     spans = [fine for coarse in spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]
     found = []
     for number, matrix in enumerate(view.matrices):
@@ -172,7 +179,7 @@ def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
 
 
 def _common(a: _Span, b: _Span) -> _Span:
-    """Intersection of two boxes; some size is 0 or negative if it is empty."""
+    """Intersect two boxes. If the intersection is empty, at least one returned size is 0 or negative."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 
@@ -189,8 +196,8 @@ def spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
 
 
 def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
-    """Yield boxes that cover elements [start, stop) of a row-major tensor: the end of a row, whole rows, the start of a
-    row."""
+    """Yield boxes that cover elements [start, stop) of a row-major tensor: the end of the first row, then whole rows,
+    then the start of the last row."""
     if start >= stop:
         return
     if len(sizes) == 1:
@@ -207,7 +214,8 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """Convert a box of the tensor to boxes of the fine index space."""
+    """Convert a box of the tensor to boxes of the view's fine index space, in which one tensor dim may be split in
+    two."""
     d = view.split_dim
     if d < 0:
         yield span
@@ -218,8 +226,8 @@ def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
 
 
 def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
-    """Describe the first gap, overlap or out-of-bounds piece, ignoring replicas. None: all elements are covered
-    once."""
+    """Describe the first piece that is out of bounds, else the first gap or overlap. Replicas do not count as overlap.
+    Returns None if the pieces cover every element exactly once."""
     distinct = {piece for piece in pieces if piece.numel}
     numel, space, words = math.prod(shape), shape, f"shape {shape}"
     if not distinct and not numel:
@@ -237,8 +245,9 @@ def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
 
 
 def _grid_fault(shape: Ints, spans: Sequence[_Span]) -> str | None:
-    """Describe a gap or overlap by counting the boxes over each cell of the grid of all box edges. Comparing the sum of
-    box sizes would not detect a gap and an overlap of equal size."""
+    """Describe the first gap or overlap of these boxes, or return None. All box edges together divide the tensor into
+    cells, and each cell must be covered by exactly one box. Comparing only the total size of the boxes with the size of
+    the tensor would miss a gap and an overlap of equal size."""
     edges = [
         np.unique([0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)])
         for d, whole in enumerate(shape)

@@ -1,11 +1,13 @@
-"""Layouts of parameters: which rank stores which pieces and tiles of a parameter. Pure functions.
+"""Layouts of parameters: which rank stores which pieces of a parameter, and which tiles of its matrices. Pure
+functions.
 
 [Note: where kept numbers lie]
-    The values that a stage stores per matrix ([Note: what a stage keeps] in variants/base.py) form a tensor of shape
-    (stacked matrices or 1, values per row). It is replicated on every rank that shares the parameter, including ranks
-    that store nothing of the parameter, because torch's checkpoints read replicated tensors from any rank. The
-    exception is a stack that a mesh shards by matrices (experts): there, each rank stores the values of its own
-    matrices, and the tensor is placed like the parameter.
+    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: what a stage keeps] in
+    variants/base.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
+    row). It is replicated on every rank that shares the parameter, including ranks that store nothing of the parameter,
+    because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices (experts)
+    that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the state tensor is placed
+    like the parameter.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from shardmuon.layout.mesh import OnMesh, reading
 from shardmuon.layout.pieces import Held, Piece, Tile, partition_fault, tiles_of, whole
 from shardmuon.layout.views import MatrixView
 
-Ranks = tuple[int, ...]  # global, ascending
+Ranks = tuple[int, ...]  # global ranks, ascending
 
 
 @dataclass(frozen=True, eq=False)
 class ParamLayout:
-    """The pieces of one tensor that each rank stores. Equal on all of these ranks. Tensors placed alike share one
-    object.
+    """The pieces of one tensor that each rank stores. All ranks that share the tensor compute the same layout. Tensors
+    with equal layouts share one object.
 
     Attributes:
         view: The tensor's matrices and its global shape.
         ranks: All ranks that share the tensor, including ranks that store nothing of it.
-        held: Pieces on each of `ranks`.
+        held: Pieces that each of `ranks` stores.
 
     Raises:
         ValueError: The distinct pieces are out of bounds, overlap or leave a gap.
@@ -52,8 +54,9 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """For each matrix: rank -> its tiles in storage order, for ranks (ascending) that store any of the matrix."""
-        distinct = set(itertools.chain.from_iterable(self.held))  # replicas share tiles
+        """Tiles of each matrix: a dict from each rank that stores part of the matrix (in ascending order) to the rank's
+        tiles, in storage order."""
+        distinct = set(itertools.chain.from_iterable(self.held))  # equal on replicas, so their tiles are computed once
         of_held = {held: tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
@@ -62,7 +65,7 @@ class ParamLayout:
         return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
 
     def of_rank(self, rank: int) -> tuple[Held, ...]:
-        """Pieces that a rank stores."""
+        """Return the pieces that a rank stores."""
         return self.held[self.ranks.index(rank)]
 
     @cached_property
@@ -73,7 +76,7 @@ class ParamLayout:
 
     @cached_property
     def keepers(self) -> dict[Piece, Ranks]:
-        """Piece -> the ranks that store it, ascending. Several ranks hold replicas."""
+        """Piece -> the ranks that store it, ascending. If there are several, they store replicas."""
         found: dict[Piece, Ranks] = {}
         for rank, pieces in self.pieces.items():
             for piece in pieces:
@@ -82,16 +85,16 @@ class ParamLayout:
 
     @cached_property
     def replica_of(self) -> dict[int, int]:
-        """Rank -> its index among the ranks that store its first piece; 0 if it stores nothing.
-
-        On a hybrid-sharded mesh, this is the rank's coordinate on the replica axis.
+        """Rank -> index of its replica: the rank's index among the ranks that store its first piece. 0 if it stores
+        nothing. On a hybrid-sharded mesh, this is the rank's coordinate on the replica axis.
         """
         return {rank: self.keepers[pieces[0]].index(rank) if pieces else 0 for rank, pieces in self.pieces.items()}
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
-        """The ranks of each replica, in the order of `replica_of`. Empty if ranks do not group into replicas: pieces
-        have different numbers of copies, or a rank has different indices among the ranks that store its pieces."""
+        """The ranks of each replica, ordered by replica index (`replica_of`). Empty if the ranks do not form complete
+        replicas, because some pieces have more copies than others, or because a rank's pieces disagree on its replica
+        index."""
         places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
         num = {len(ranks) for ranks in self.keepers.values()}
         if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):
@@ -104,8 +107,8 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """Rank that sends and receives a piece for `owner`: the owner if it stores the piece, else a rank of its
-        replica."""
+        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and gets back the
+        result: the owner itself if it stores the piece, otherwise the rank in the owner's replica that stores it."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 
@@ -119,19 +122,19 @@ class ParamLayout:
 
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
-    """Layout of a tensor that is replicated on all of `ranks`."""
+    """Make the layout of a tensor that is replicated on all of `ranks`."""
     return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))
 
 
 def kept_layout(layout: ParamLayout, view: MatrixView, place: OnMesh | None) -> ParamLayout:
-    """Layout of the state tensor that a stage stores for a parameter's matrices.
+    """Make the layout of a state tensor with values per matrix of a parameter: see [Note: where kept numbers lie].
 
     Args:
         layout: Layout of the parameter.
         view: View of the state tensor, from `kept_view`.
         place: Mesh and placements of the parameter; None: the parameter has no mesh.
     """
-    # shards of dim 0 stay, other axes are replicated
+    # dim 0 of the state tensor is sharded like dim 0 of the stack; all other mesh axes replicate the state tensor
     cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
     if layout.view.num_row_dims == 1 or place is None or not any(cuts):
         return replicated(view, layout.ranks)

@@ -1,10 +1,10 @@
 """Views: the matrices that a tensor holds, as boxes of its index space. Integer arithmetic only.
 
 [Note: the fine index space]
-    A weight holds one matrix, a stack of experts many, a fused projection blocks of rows or columns, and a convolution
-    kernel one flattened matrix; any of them is transposed if the module stores the transpose. One representation
-    covers all cases: take the tensor's dims, split at most one of them into (repeat, index in the repeat), and every
-    matrix is a box of this fine index space. Each fine dim has one stride in the row-major matrix. So the part of a
+    A plain weight holds one matrix, a stack of experts holds many, a fused projection holds several blocks of rows or
+    columns, and a convolution kernel is flattened to one matrix. Each of these may be stored transposed. One
+    representation covers all cases: split at most one of the tensor's dims into (repeat, index in the repeat). In this
+    fine index space, every matrix is a box, and each dim has one stride in the row-major matrix. So the part of a
     matrix that a rank stores is a box as well, with strides in the storage and in the matrix, as `Tensor.as_strided`
     takes them.
 """
@@ -22,13 +22,14 @@ _ViewKind = Literal["auto", "stack", "flatten"]
 
 
 def row_major(sizes: Sequence[int]) -> Ints:
-    """Strides, in elements, of a contiguous tensor of these sizes."""
+    """Compute the strides, in elements, of a contiguous tensor of these sizes."""
     products = itertools.accumulate(reversed(sizes), lambda before, size: before * size, initial=1)
     return tuple(products)[-2::-1] if sizes else ()
 
 
 class Matrix(NamedTuple):
-    """A box of the fine index space, orthogonalized as one rows x cols matrix.
+    """Part of a tensor that is orthogonalized as one matrix: a box of the fine index space, which is the tensor's index
+    space with at most one dim split in two.
 
     Attributes:
         rows, cols: Shape of the matrix.
@@ -49,7 +50,7 @@ class MatrixView:
 
     Attributes:
         shape: Shape of the whole tensor.
-        fine: Sizes of the fine index space.
+        fine: Sizes of the dims after the split ([Note: the fine index space]).
         split_dim: Dim of `shape` that is split in two in `fine`; -1: none, and `fine` equals `shape`.
         matrices: The matrices, in order of their indices.
         num_row_dims: Number of leading dims of `shape` that index stored rows: 2 for a stack, else 1.
@@ -72,7 +73,7 @@ class MatrixView:
         return self.shape[0] if self.num_row_dims == 2 else 1
 
     def refined(self, strides: Sequence[int]) -> Ints:
-        """Compute strides of the fine dims from strides of the tensor's dims."""
+        """Convert strides of the tensor's dims to strides of the dims of `fine`, where one dim may be split in two."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]
@@ -91,17 +92,17 @@ def matrix_view(
 
     Args:
         shape: Global shape of the tensor.
-        view: "auto" takes a 2-D tensor whole and flattens 4-D and 5-D convolution kernels to (out, in*k...).
+        view: "auto" takes a 2-D tensor as one matrix and flattens 4-D and 5-D convolution kernels to (out, in*k...).
             "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two
-            or more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", since experts and a
-            1-D convolution's kernel have similar shapes.
+            or more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", because its shape does
+            not tell experts from the kernel of a 1-D convolution.
         split_sizes: Row counts of blocks that are separate matrices (fused q, k, v; gate and up). In a stack, each
             expert is split. An int: number of equal blocks (one per head).
         split_groups: Number of repeats of `split_sizes` along the rows; block j of all repeats together forms one
             matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
             `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
-        transposed: True if the tensor stores the transpose (inputs first, as in `x @ W`): matrices are transposed when
-            read, and the two options above split stored columns instead of stored rows.
+        transposed: True if the tensor stores the transpose (inputs first, as in `x @ W`). Matrices are then transposed
+            when read, and `split_sizes` and `split_groups` split stored columns instead of stored rows.
 
     Returns:
         The view, with matrices that cover every element exactly once.
@@ -118,11 +119,11 @@ def matrix_view(
     if isinstance(split_sizes, bool):
         raise ValueError(f"split_sizes={split_sizes} is no number of blocks. Write how many, or the rows of each")
     dims = tuple(int(size) for size in shape)
-    split_dim = 1 if transposed and split_sizes is not None else 0  # dim of a stored matrix
+    split_dim = 1 if transposed and split_sizes is not None else 0  # 0: stored rows, 1: stored columns
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # repeats of a single block need no split
+    if len(blocks) == 1:  # the repeats of a single block are consecutive, so together they are one block
         blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []
@@ -136,13 +137,13 @@ def matrix_view(
 
 
 def view_of(shape: Ints, options: Mapping[str, Any] | None) -> MatrixView:
-    """Make the view for these keyword arguments of `matrix_view`. None: the tensor holds no matrices."""
+    """Make the view of a tensor from keyword arguments for `matrix_view`. None: the tensor holds no matrices."""
     return MatrixView(shape, shape, -1, (), 1) if options is None else matrix_view(shape, **options)
 
 
 def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
-    """View of a state tensor with `sizes[i]` values for matrix i of `view`. It has one row per entry of a stack (else a
-    single row), which concatenates the values of the entry's blocks."""
+    """Make the view of a state tensor that holds `sizes[i]` values for matrix i of `view`. The state tensor has one row
+    per entry of a stack (otherwise a single row), in which the values of the entry's blocks follow each other."""
     of_row = sizes[: len(sizes) // view.num_stacked]
     starts = list(itertools.accumulate(of_row, initial=0))
     shape = (view.num_stacked, starts[-1])
@@ -155,7 +156,8 @@ def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
-    """Check the options and return the dim of stored rows: 1 for a stack, where dim 0 indexes matrices, else 0."""
+    """Check the options and return the dim that indexes stored rows: 1 for a stack, where dim 0 indexes matrices,
+    otherwise 0."""
     if len(dims) < 2:
         raise ValueError(
             f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
@@ -183,7 +185,7 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 def _block(
     dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
 ) -> Matrix:
-    """Matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
+    """Make the matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
     expert, first, size = block
     sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # stored rows and columns
     sides[split_dim] = size * groups

@@ -1,41 +1,41 @@
-"""Orthogonalizers behind one function, `orthogonalize`: (B, m, n) -> (B, m, n).
+"""Orthogonalization methods behind one function, `orthogonalize`: (B, m, n) -> (B, m, n).
 
 [Note: equal bits in batches]
-    torch's batched products are not batch-invariant by themselves. BLAS sums in another order where memory is not
-    aligned, `bmm` and `mm` differ below 400 multiplications, and a library may choose its kernel by the number of
-    matrices. So the batch size is fixed by shape and kind of device, the last batch is padded with zero matrices, and
-    in every operand, result and scratch tensor each matrix starts at a multiple of 64 bytes (a slot). Shapes with batch
+    torch's batched products are not batch-invariant by themselves. BLAS sums in another order if memory is not aligned,
+    `bmm` and `mm` differ below 400 multiplications, and a library may choose its kernel by the number of matrices. So
+    the batch size depends only on shape and kind of device, the last batch is padded with zero matrices, and in every
+    operand, result and scratch tensor each matrix has a slot, which starts at a multiple of 64 bytes. Shapes with batch
     size 1 always use the 2-D products. Measured on an AVX2 CPU: 0 of 54,912 products in aligned slots differ, over 26
     shapes, batches of 1 to 32 and four dtypes; products of packed matrices differ in fp32 and fp64.
     `shardmuon.testing.slots` searches for a difference, on any device.
 
 [Note: emulated half precision]
-    A CPU without bf16 (fp16) instructions multiplies such matrices 10 to 80 times slower than fp32 ones. There,
-    products run in fp32, on operands rounded to the half-precision dtype, and every result is rounded to it. Tensor
-    cores round at the same points (operands in half precision, sums in fp32, result rounded once), so errors measured
-    with emulation hold for tensor cores too.
+    A CPU without bf16 (or fp16) instructions multiplies bf16 (fp16) matrices 10 to 80 times slower than fp32 matrices.
+    On these CPUs, products run in fp32, on operands rounded to the half-precision dtype, and every result is rounded to
+    this dtype. Tensor cores round at the same points (operands in half precision, sums in fp32, result rounded once),
+    so errors measured with emulation hold for tensor cores too.
 
 [Note: number of blocks]
-    On CPUs a symmetric product computes its lower half by row blocks and mirrors the rest: 62% of the arithmetic with
-    four blocks. b blocks compute (b + 1) / 2b of a product, and each has an overhead c of some 50 us for calls,
-    mirroring and smaller products. If the whole product takes t, the time t (b + 1) / 2b + b c is least at
+    On CPUs, a symmetric product computes its lower half by row blocks and mirrors the rest, which is 62% of the
+    arithmetic with four blocks. b blocks compute (b + 1) / 2b of a product, and each has an overhead c of some 50 us
+    for calls, mirroring and smaller products. If the whole product takes t, the time t (b + 1) / 2b + b c is least at
     b = sqrt(t / 2c): the root of the product's arithmetic over what the CPU computes in 2c. The overheads were fitted
     to times from 128x128 to 512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not
-    measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the whole product: many small
-    calls cost more than they save.
+    measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the whole product, since many
+    small calls would cost more than they save.
 
 [Note: the norm at any scale]
-    Squares of entries near 1e-30 or 1e30 underflow or overflow fp32 (and casting to fp16 first, as one peer does,
-    loses entries below 1e-7 altogether). On CPUs the plain fp32 norm shows if that may have happened; only then are the
+    Squares of entries near 1e-30 or 1e30 underflow or overflow fp32. (Casting to fp16 first, as one other library does,
+    loses all entries below 1e-7.) On CPUs, the plain fp32 norm shows if this may have happened. Only then are the
     matrices first divided by the power of two next to their largest entry, which does not change the bits of results
-    that were right without it. CUDA sums in fp64, which can represent the square of every fp32 number, so no sync is
-    needed to choose a path. Other devices always divide by the power of two.
+    that were right without the division. CUDA sums in fp64, which can represent the square of every fp32 number, so no
+    sync is needed to choose a path. Other devices always divide by the power of two.
 
 [Note: the order of a norm]
     Elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the chunks are
-    combined in fp64. So a norm has the same bits in any slot, beside any neighbours and with any number of threads; it
-    is exact to 1e-7, where one fp32 sum over 2048 x 8192 elements is off by 6e-4. (CUDA's foreach norm sums fp32 and
-    narrower dtypes in fp64, in its own chunks.)
+    combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other matrices or on
+    the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements is off by
+    6e-4. (CUDA's foreach norm sums fp32 and narrower dtypes in fp64, in chunks of another size.)
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ _ALIGNMENT = 64  # bytes
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
 # Number of Gram-matrix elements that fill an accelerator (130 SMs with a tile of 128 x 128 each): a batch up to this
-# size takes hardly longer than one matrix. Times 1.5, so that rounding down gives the nearest power of two.
+# size takes hardly longer than one matrix. The number includes a factor of 1.5, so that rounding the batch size down to
+# a power of two gives the nearest one.
 _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Batch size for matrices of a shape on a kind of device: a power of two."""
+    """Compute the batch size, a power of two, for matrices of this shape on this kind of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -86,8 +87,8 @@ def batch_size(rows: int, cols: int, device: torch.device) -> int:
 
 
 def empty_batch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialized memory for a batch (B, rows, cols) or a matrix (rows, cols), in slots: each matrix is row-major and
-    starts at a multiple of 64 bytes."""
+    """Allocate uninitialized memory for a batch (B, rows, cols) or a matrix (rows, cols). Each matrix has a slot: it is
+    row-major and starts at a multiple of 64 bytes."""
     rows, cols = shape[-2:]
     slot = -(-rows * cols * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
     return torch.empty_strided(tuple(shape), (slot, cols, 1)[-len(shape) :], dtype=dtype, device=device)
@@ -101,18 +102,18 @@ def _lies_in_slots(x: Tensor) -> bool:
 
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a matrix or a batch to new memory in slots, in another dtype."""
+    """Copy a matrix or a batch to new memory, in another dtype. Each matrix starts at a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # foresight runs this on tensors without data, where `copy_` needs the device
+    foreach_copy_([out], [x])  # not `copy_`, which needs a real device: foresight runs this on tensors without data
     return out
 
 
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-_SPLIT = 2.0**11  # fp16 significands have 11 bits: the rest of an fp32 number times this fits in fp16
-_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of the tiles, 8 would compute 36/64: little less, in smaller products
-# FLOPs that one thread computes in twice a block's overhead (2c), see [Note: number of blocks].
+_SPLIT = 2.0**11  # scales what remains of an fp32 number after rounding to fp16 (11-bit significands) back into range
+_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; 8 would compute 36/64, hardly less, in smaller products
+# FLOPs that one thread computes in twice the overhead of a row block (2c), see [Note: number of blocks].
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
 _OVERHEAD_AMX = 120e6  # for bf16 on CPUs with AMX
 
@@ -120,15 +121,16 @@ _OVERHEAD_AMX = 120e6  # for bf16 on CPUs with AMX
 class Products:
     """Matrix products for one batch, with the rounding of half-precision hardware on every device.
 
-    `mm(left, right, out=)` is left @ right and `addmm(base, left, right, beta=1, alpha=1, out=)` is beta * base + alpha
-    * left @ right, of matrices or batches in slots. `symmetric_mm` and `symmetric_addmm` do the same for symmetric
-    results (and a symmetric base): where that is faster, they compute one half and mirror it. All of them write to
-    `out`, memory in slots that must not be an operand, and return it. Where nothing else is needed they are torch's own
-    functions.
+    `mm(left, right, out=)` computes left @ right, and `addmm(base, left, right, beta=1, alpha=1, out=)` computes
+    beta * base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and
+    `symmetric_addmm` do the same for symmetric results (and a symmetric base); where it is faster, they compute one
+    half and mirror it. All four write to `out`, which is also from `empty_batch` and must not be an operand, and return
+    it. They are torch's own functions unless emulation or symmetry requires more.
 
     Attributes:
         dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
-        operands: Dtype of the tensors that are multiplied, see [Note: emulated half precision].
+        operands: Dtype of the tensors that are multiplied. It is fp32 if `dtype` is a half-precision dtype that the CPU
+            cannot multiply fast ([Note: emulated half precision]).
     """
 
     def __init__(
@@ -152,18 +154,20 @@ class Products:
         self.symmetric_mm, self.symmetric_addmm = symmetric
 
     def rounded_(self, x: Tensor) -> Tensor:
-        """Round `x` in place to `dtype` and return it. `x` has the operands' dtype, before and after."""
+        """Round the values of `x` to `self.dtype`, in place, and return `x`. The tensor keeps its dtype,
+        `self.operands`."""
         return x if self.operands == self.dtype else x.copy_(x.to(self.dtype))
 
     def operand(self, x: Tensor) -> Tensor:
-        """`x` (fp32 or fp64) rounded to `dtype`, as an operand for the other methods; a copy unless `x` has it."""
+        """Round `x` (fp32 or fp64) to `self.dtype`, for use as an operand of the other methods. The result is a copy
+        unless `x` already has this dtype."""
         return x if x.dtype == self.dtype else self.rounded_(_copied(x, self.operands))
 
     def gram_fp32(
         self,
         x: Tensor,  # (B, m, n)
     ) -> Tensor:  # (B, k, k), k = min(m, n); fp32, or fp64 for fp64
-        """x @ x^T, or x^T @ x if x is tall, not rounded to half precision."""
+        """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return mm_to_fp32(*_sides(x))
         found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x), out=square_of(x))
@@ -174,10 +178,10 @@ class Products:
         factor: Tensor,  # (B, m, m), rounded
         middle: Tensor,  # (B, m, m) symmetric, fp32
     ) -> Tensor:  # (B, m, m)
-        """factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end.
+        """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end.
 
-        Half-precision units need two products instead of one: an fp32 operand is split into a sum of two half-precision
-        ones.
+        Half-precision hardware computes two products in place of each product with an fp32 operand, which is split into
+        a sum of two half-precision matrices.
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
@@ -186,23 +190,24 @@ class Products:
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=square_of(middle)))
 
     def _unrounded(self, x: Tensor) -> Products:
-        """Products for operands of the shape of `x`, with results in the operands' dtype, not rounded further."""
+        """Make the products for operands of the shape of `x`, with results that are not rounded to half precision."""
         return Products(x.shape, x.device, self.operands)
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
-        """wide (fp32) @ factor (half precision), with an fp32 result."""
+        """Compute wide (fp32) @ factor (half precision), with an fp32 result."""
         high = _copied(wide, self.dtype)
         low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
         return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
 
 
 def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two operands of the Gram matrix on the short side: (x, x^T), or (x^T, x) if x is tall."""
+    """Return the two operands whose product is the smaller Gram matrix: (x, x^T), or (x^T, x) if x is tall."""
     return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
 
 
 def square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
-    """Uninitialized memory in slots for square matrices on the short side of `x`."""
+    """Allocate uninitialized memory, as `empty_batch` does, for square matrices of the size of the short side of
+    `x`."""
     side = min(x.shape[-2:])
     return empty_batch((*x.shape[:-2], side, side), x.dtype, x.device)
 
@@ -214,9 +219,10 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
 
 
 def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
-    """Number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
+    """Compute the number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
 
-    Depends only on the shape, the dtype, the kind of CPU and the number of threads, as the bits of any product do.
+    The number changes the bits of the product. It depends only on the shape, the dtype, the kind of CPU and the number
+    of threads, on which the bits of any product depend.
     """
     amx = dtype == torch.bfloat16 and cpu_has_amx()
     overhead = (_OVERHEAD_AMX if amx else _OVERHEAD.get(dtype, 6e6)) * torch.get_num_threads()
@@ -232,8 +238,8 @@ def _by_blocks(
     alpha: float = 1.0,
     out: Tensor,  # (m, m), overwritten
 ) -> Tensor:  # `out`
-    """`Products.symmetric_addmm`, on CPUs by row blocks. Matrices of a batch are multiplied one by one where row blocks
-    are faster, and in batches of one."""
+    """Compute `Products.symmetric_addmm`. On CPUs, large products compute only their lower half, by row blocks. If so,
+    or if the batch has a single matrix, matrices are multiplied one by one."""
     rows = left.shape[-2]
     count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
     if left.dim() == 3 and (count > 1 or len(left) == 1):
@@ -257,29 +263,31 @@ def _by_blocks(
 
 # ----------------------------------------------------------------------------------------------------- normalization
 
-# A norm within these bounds was summed without loss: squares that underflow in fp32 are below 2^-126 each, so 2^36 of
-# them are below 2^-30 of a squared norm above 2^-60, less than fp32 resolves. 2^80 is far from overflow.
+# A norm within these bounds was summed without loss. Squares that underflow in fp32 are below 2^-126 each, so 2^36 of
+# them add up to less than 2^-30 of a squared norm of at least 2^-60, which fp32 does not resolve. The largest squared
+# norm, 2^80, is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
 _LEAST = 2.0**-1000  # below the norm of any nonzero fp32 matrix
-_CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so no bit depends on the number of threads
+_CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so bits are independent of the thread count
 
 
 def normalize(
     x: Tensor,  # (B, m, n), any float dtype and strides, not written to
-    dtype: torch.dtype | None = None,  # of the result; default: fp32 (fp64 for fp64)
-) -> Tensor:  # (B, m, n), in slots
-    """Divide each matrix by its Frobenius norm. Accurate at any scale that the dtype can represent; zeros stay zeros. A
-    NaN or Inf makes its whole matrix NaN."""
+    dtype: torch.dtype | None = None,  # dtype of the result; default: fp32, or fp64 if x is fp64
+) -> Tensor:  # (B, m, n), from `empty_batch`
+    """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent. Zero matrices
+    stay zero. A NaN or Inf makes its whole matrix NaN."""
     out = empty_batch(x.shape, dtype or torch.promote_types(x.dtype, torch.float32), x.device)
     normalize_into(out, x)
     return out
 
 
 def normalize_into(
-    out: Tensor,  # (B, m, n), in slots; overwritten
+    out: Tensor,  # (B, m, n), from `empty_batch`; overwritten
     x: Tensor,  # (B, m, n), not written to unless it is `out`
 ) -> None:
-    """`normalize` that writes to `out`. See [Note: the norm at any scale]."""
+    """Divide each matrix by its Frobenius norm, like `normalize`, but write to `out`: see [Note: the norm at any
+    scale]."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.is_cuda and wide == torch.float32:
         _normalize_in_fp64(out, x)
@@ -288,20 +296,20 @@ def normalize_into(
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # inf - inf: NaN
-    if len(x) == 1:  # a 0-dim divisor does not promote bf16: torch divides in fp32 and rounds once, without a copy
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # infinite norms become NaN
+    if len(x) == 1:  # a 0-dim divisor avoids a copy: torch does not promote bf16, but divides in fp32 and rounds once
         torch.div(x if x.dtype == out.dtype else x.to(wide), norm.view(()), out=out)
     else:
         torch.div(x.to(wide), norm, out=out)
 
 
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
-    """Frobenius norm of each matrix, see [Note: the order of a norm]."""
+    """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # a matrix is not row-major, or has gaps
+    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # elements or rows are not adjacent in memory
         x = x.contiguous()
-    if x.device.type == "cpu":  # CPUs reduce row by row; on other devices the order depends on the number of rows
+    if x.device.type == "cpu":  # elsewhere, torch's order of summation depends on the number of matrices
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
         return norms.view(-1, 1, 1)
     return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
@@ -319,53 +327,57 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # two factors: a single one may be out of range
+    half = exponent // 2  # multiply by two factors, since a single factor may be out of range
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
 def _normalize_in_fp64(out: Tensor, x: Tensor) -> None:
-    """`normalize_into` in two passes without a sync: fp64 can represent the square of every fp32 number."""
-    # `vector_norm` would first copy to fp64: four times the size of a bf16 matrix, and nine times the memory traffic.
+    """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
+    number, two passes without a sync are enough."""
+    # not `vector_norm`, which would first copy to fp64: four times the size of a bf16 matrix, nine times the traffic
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
-    torch.mul(x, _reciprocal(norm), out=out)  # in fp64, rounded once
+    torch.mul(x, _reciprocal(norm), out=out)  # computed in fp64, rounded once
 
 
 def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
-    """1 / norm; some finite number where the norm is 0, and NaN where it is infinite or NaN."""
+    """Compute 1 / norm. The result is an arbitrary finite number if the norm is 0, and NaN if it is infinite or NaN."""
     return norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST).reciprocal_()
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
 
-# An iteration maps matrices of norm 1, (B, m, n) in slots or (m, n), in dtype `products.operands`; zeros stay zeros.
-# It must not write to its input, mix matrices or wait for the device (so that a CUDA graph can capture it). Called as
+# An iteration orthogonalizes matrices of Frobenius norm 1, a batch (B, m, n) from `empty_batch` or one matrix (m, n),
+# in dtype `products.operands`. Zero matrices stay zero. It must not write to its input, let matrices influence each
+# other, or wait for the device (so that a CUDA graph can capture it). Called as
 # iteration(y, coefficients=.., products=..).
 Iteration = Callable[..., Tensor]
 
 
 def _newton_schulz(
-    y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
+    y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the shape and dtype of y
-    """X <- a X + (b A + c A A) X with A = X X^T, once per (a, b, c); X <- a X + X (b A + c A A) with A = X^T X if tall.
+    """Run X <- a X + (b A + c A A) X with A = X X^T for each (a, b, c). If X is tall, run X <- a X + X (b A + c A A)
+    with A = X^T X.
 
-    The iteration of torch.optim.Muon and of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). a X is
-    added by the `addmm` of the last product: adding a to the polynomial's diagonal would round it there, with 1.4 to
-    1.9 times the error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
+    This is the iteration of torch.optim.Muon and of Keller Jordan's Muon
+    (https://kellerjordan.github.io/posts/muon/). The `addmm` of the last product adds a X. Adding a to the diagonal of
+    the polynomial instead would round the sum there: errors would be 1.4 to 1.9 times larger in fp32, and up to 1.9
+    times larger in bf16, where torch's products round it twice (ADR 23).
     """
     tall = y.shape[-2] > y.shape[-1]
     poly = square_of(y)
     made: list[tuple[Tensor, Tensor]] = []
     for _ in range(2):
         out = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
-        # A shares memory with the result, which is written when A is no longer needed
+        # A and the result share memory, since the result is written only when A is no longer needed
         made.append((out, out.as_strided(poly.shape, poly.stride())))
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)
-        if c == 0.0:  # a cubic step needs no A A
+        if c == 0.0:  # a cubic step does not need A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
             products.symmetric_mm(left, right, out=gram)
@@ -376,11 +388,11 @@ def _newton_schulz(
 
 
 def _gram_newton_schulz(
-    y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
+    y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the shape and dtype of y
-    """The steps of `_newton_schulz`, iterated on the Gram matrix of the short side: see gram.py.
+    """Run the same steps as `_newton_schulz`, but iterate on the smaller Gram matrix of Y: see gram.py.
 
     Raises:
         ValueError: The products are in bf16.
@@ -392,8 +404,8 @@ def _gram_newton_schulz(
         before = factor_of(products.operand(wide), first, products)
         after = factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=square_of(before))
-        del wide, before, after  # no longer needed: `_times` takes as much memory as all before
-        # the product of two Q's is symmetric up to rounding: its transpose, as (Q X)^T = X^T Q^T
+        del wide, before, after  # free memory before `_times`, which needs as much as all products before it
+        # transpose the factor for tall X, as (Q X)^T = X^T Q^T: a product of two Q's is symmetric only up to rounding
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=square_of(y))
@@ -402,7 +414,7 @@ def _gram_newton_schulz(
 
 
 def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
-    """Q X for `factor` Q, or X Q if X is tall."""
+    """Multiply `y` by the square matrix `factor`, from the left, or from the right if `y` is tall."""
     left, right = (y, factor) if tall else (factor, y)
     found: Tensor = products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
     return found
@@ -413,10 +425,10 @@ def factor_of(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # (B, m, m)
-    """The factor Q for which Q X is the result of all steps, where X X^T = gram."""
+    """Compute the matrix Q such that Q X is the result of all Newton-Schulz steps on a matrix X with X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
-        # a is not added to the polynomial: the sum would be rounded relative to a, which is larger than the rest.
+        # do not add a to the polynomial: the sum would be rounded relative to a, which is larger than the other terms
         if c == 0.0:
             poly = products.operand(torch.mul(gram, b, out=square_of(gram)))
         else:
@@ -441,8 +453,8 @@ def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
     """Orthogonalize a matrix by the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
     normalize, then iterate.
 
-    One difference: when parameters are bf16 and nesterov is False, torch normalizes the momentum buffer itself in place
-    (`.bfloat16()` of a bf16 tensor is the same tensor). Here `matrix` is not written to.
+    There is one difference. If parameters are bf16 and nesterov is False, torch normalizes the momentum buffer itself
+    in place, because `.bfloat16()` of a bf16 tensor returns the same tensor. This function does not write to `matrix`.
     """
     y = matrix.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     tall = y.size(0) > y.size(1)
@@ -463,9 +475,9 @@ ITERATIONS: dict[str, Iteration] = {"standard": _newton_schulz, "gram": _gram_ne
 def default_dtype(method: str, device: torch.device) -> torch.dtype:
     """Default dtype of a method's products.
 
-    "standard": bfloat16, as in torch.optim.Muon, where the device multiplies it in hardware; float32 on CPUs without
-    bf16 instructions, where bf16 products are 10 to 80 times slower. "gram": float16 on accelerators (bf16 is not
-    precise enough), float32 on CPUs. "torch": bfloat16.
+    "standard": bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs without them,
+    where bf16 products are 10 to 80 times slower. "gram": float16 on accelerators (bf16 is not precise enough), float32
+    on CPUs. "torch": bfloat16.
     """
     if method == "torch":
         return torch.bfloat16
@@ -484,21 +496,22 @@ def orthogonalize(
     overwrite: bool = False,
     unit: bool = False,
 ) -> Tensor:  # (B, m, n)
-    """Orthogonalize matrices of one shape. A result has the same bits beside any other matrices, see [Note: equal bits
-    in batches].
+    """Orthogonalize matrices of one shape. The bits of a result do not depend on the other matrices ([Note: equal bits
+    in batches]).
 
     Args:
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
         dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
-        watch: Replaces non-finite "gram" results of finite matrices by zeros. Default: they are returned.
-        overwrite: True if the caller no longer needs `x`: results may be written to its memory.
+        watch: If given, it replaces non-finite "gram" results of finite matrices by zeros and reports them. By default,
+            non-finite results are returned.
+        overwrite: True if the caller no longer needs `x`, so that results may be written to its memory.
         unit: True if each matrix already has Frobenius norm 1 (or 0); skips the normalization.
 
     Returns:
-        The orthogonalized matrices, in the products' dtype (in that of `x` if they were written to its memory). They
-        do not depend on torch's global precision flags, except for method "torch".
+        The orthogonalized matrices, in the dtype of the products, or of `x` if they were written to its memory. They do
+        not depend on torch's global precision flags, except for method "torch".
 
     Raises:
         ValueError: "gram" with products in bf16.
@@ -517,7 +530,7 @@ def orthogonalize(
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
             found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # no `copy_`: foresight runs this on tensors without data, where `copy_` costs more
+            if many:  # not `copy_`, which is slower in foresight, where tensors have no data
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
@@ -529,11 +542,10 @@ def _operands(
     x: Tensor,  # (k, m, n), k <= B
     shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
-    unit: bool,  # True if every norm is already 1 (or 0)
-) -> Tensor:  # (B, m, n) in slots, or (m, n)
-    """Operands of a batch: X / ||X||_F rounded to the products' dtype, with zeros in the unused slots.
-
-    A full batch that already has this form is returned without a copy.
+    unit: bool,  # True if every matrix already has norm 1 (or 0)
+) -> Tensor:  # (B, m, n) or (m, n), aligned as by `empty_batch`
+    """Prepare the matrices of a batch for multiplication: X / ||X||_F, rounded to the dtype of the products. A batch
+    that is not full is padded with zero matrices. A full batch that already has this form is returned without a copy.
     """
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
     if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):

@@ -1,7 +1,7 @@
-"""The choice of each matrix's orthogonalizer: by the user, or by a rule.
+"""Choice of the method and dtype that orthogonalize each matrix, by the user or by a rule.
 
-Ranks that share a matrix must choose alike, and so must ranks that hold replicas of it and never communicate. So the
-rule depends only on shape, schedule, dtype and kind of device; nothing is timed.
+Ranks that share a matrix must make the same choice, even if they hold replicas and never communicate. So the rule
+depends only on shape, schedule, dtype and kind of device, and never on measured times.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from shardmuon.orthogonalize import ITERATIONS, default_dtype
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
 from shardmuon.orthogonalize.schedules import Triples
 
-# Speed of bf16 products relative to fp32 on CPUs with bf16 instructions: 2.3 with AVX512-BF16 (measured), several times
-# that with AMX (not measured). One number in between, so that ranks on different CPU models choose alike. With it, five
-# quintic steps never choose "gram", which has more than 1/5 of the work; AVX512-BF16 loses some speed beyond n/m = 10.
+# Speed of bf16 products relative to fp32 on CPUs with bf16 instructions. It is 2.3 with AVX512-BF16 (measured) and
+# several times higher with AMX (not measured). One number in between makes ranks on different CPU models choose alike.
+# With this number, "gram" is never chosen for five quintic steps, as it has more than 1/5 of the work of "standard".
+# This costs AVX512-BF16 some speed for matrices with n/m above 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The orthogonalizer of one matrix.
+    """The method and dtype that orthogonalize one matrix.
 
     Attributes:
         method: "standard", "gram" or "torch".
-        dtype: Dtype of the products; None for "torch", which uses bf16.
-        reason: Why it was chosen, for the printed plan.
+        dtype: Dtype of the matrix products; None for "torch", which uses bf16.
+        reason: Reason for the choice, for the printed plan.
     """
 
     method: str = "standard"
@@ -39,7 +40,7 @@ class Choice:
 
     @classmethod
     def of(cls, text: str) -> Choice:
-        """Parse `str(choice)`. The result has no reason."""
+        """Parse the text that `str(choice)` returns. The result has no reason."""
         method, _, dtype = text.partition(" ")
         return cls(method, getattr(torch, dtype) if dtype else None)
 
@@ -49,7 +50,8 @@ class Choice:
 
 
 class Task(NamedTuple):
-    """A matrix for which an orthogonalizer is chosen: its shape, the schedule and the device."""
+    """Properties of a matrix on which the choice of its method and dtype depends: its shape, the coefficients of the
+    steps, and the device."""
 
     rows: int
     cols: int
@@ -59,12 +61,12 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Chooser:
-    """The user's options for orthogonalizers, from which the choice for each matrix is made.
+    """The user's options for orthogonalization, from which the choice for each matrix is made.
 
     Attributes:
-        method: The method for all matrices, or "auto".
+        method: Method for all matrices, or "auto".
         dtype: Dtype of the products; None: chosen by method and device.
-        device: Device on which matrices are orthogonalized; None: that of their parameters.
+        device: Device on which matrices are orthogonalized; None: the device of their parameters.
     """
 
     method: str
@@ -72,7 +74,7 @@ class Chooser:
     device: torch.device | None = None
 
     def choice(self, task: Task) -> Choice:
-        """The orthogonalizer for a matrix, with the reason."""
+        """Choose the method and dtype for a matrix, and give the reason."""
         if self.method == "torch":
             return Choice("torch", reason="products in bfloat16, as in torch.optim.Muon")
         if self.method == "auto":
@@ -98,8 +100,8 @@ def rule(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> Choice:
-    """The choice of "auto": "gram" if its estimated time (FLOPs over its dtype's rate) is below 3/4 of that of
-    "standard", else "standard"."""
+    """Choose the method for option "auto": "gram" if its estimated time (FLOPs over the rate of its dtype) is below 3/4
+    of the time of "standard", otherwise "standard"."""
     standard, gram = (Choice(method, dtype or default_dtype(method, device)) for method in ITERATIONS)
     if gram.dtype == torch.bfloat16:
         return replace(standard, reason=f"by rule: the Gram form is not safe in {gram.dtype}")
@@ -114,13 +116,14 @@ def rule(
 
 
 def is_narrow(choice: Choice) -> bool:
-    """True if the products are in half precision, as those of "torch" always are (bf16)."""
+    """True if the matrix products are in half precision. Method "torch" always uses bf16."""
     return choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16)
 
 
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
-    """Number of floating point operations for a rows x cols matrix with this choice, on this kind of device."""
-    # A CPU computes 10 of 16 tiles of a symmetric product.
+    """Count the floating point operations to orthogonalize a rows x cols matrix with this method and dtype, on this
+    kind of device."""
+    # CPUs compute symmetric products in four row blocks, which are 10/16 of the product
     share = 0.625 if device.type == "cpu" else 1.0
     return round(sum(flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)))
 
@@ -128,17 +131,18 @@ def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: to
 def flops(
     method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
 ) -> tuple[float, float]:
-    """Number of floating point operations in a method's matrix products, for one rows x cols matrix.
+    """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products: "gram" restarts more often in low precision.
-        symmetric_share: Part of a symmetric product that is computed: 1 for plain products, 0.5 for the lower half.
+        symmetric_share: Fraction of a symmetric product that is computed: 1 for the full product, 0.5 for the lower
+            half.
 
     Returns:
-        FLOPs of the products that involve the long side, and FLOPs of the products of square matrices on the short
-        side, counted as in the Gram Newton-Schulz tables. With m <= n, full products and k quintic steps: 4 k m^2 n and
-        2 k m^3 for "standard", 4 m^2 n and (8 k - 6) m^3 for "gram" without restarts.
+        FLOPs of the products that involve the long side, and FLOPs of the products of square matrices of the short
+        side, counted as in the Gram Newton-Schulz tables. For m <= n, full products and k quintic steps, they are
+        4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram" without restarts.
     """
     m, n = min(rows, cols), max(rows, cols)
     steps = len(coefficients)
@@ -148,8 +152,9 @@ def flops(
     if method != "gram":
         return steps * twice, squares * small * symmetric_share
     restarts = len(plan_restarts(coefficients, dtype))
-    # Per segment: one product for Q in each step but the first, two for R in each step but the last.
+    # in each segment between restarts: one product for Q in all steps but the first, two for R in all but the last
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if restarts_locally(m, n, coefficients, dtype):
-        return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)  # split products, merging the Q's
+        # a local restart adds split products, and a product that merges the Q's
+        return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)
     return (1 + restarts) * twice, of_small

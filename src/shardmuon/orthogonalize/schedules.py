@@ -1,19 +1,23 @@
 """Newton-Schulz coefficient schedules as data: the triple (a, b, c) of each step, and the source.
 
-One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band and slope are
-computed from the triples, never typed in. A schedule that flips a sign or diverges for inputs up to `MARGIN` is
-refused: after division by the Frobenius norm singular values are at most 1, but rounding can lift them slightly above.
+One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band (range of results)
+and slope are computed from the triples, never typed in. A schedule that flips a sign or diverges for inputs up to
+`MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1, but rounding can lift them
+slightly above.
 
 [Note: to add one]
-    Four files: this one, tests/schedule_cases.py, docs/orthogonalization.md, CHANGELOG.md. New rows go last.
-    1. A row in `SCHEDULES`; all other code reads that table. Its source says who published the set, or "ours".
-    2. `.venv/bin/python tests/schedule_cases.py NAME` prints the set's row for `CASES` in that file, and its rows for
-       "Schedules" and "Errors" in docs/orthogonalization.md. Put them in.
-    3. A line in CHANGELOG.md.
+    To add a schedule, change four files: this file, tests/schedule_cases.py, docs/orthogonalization.md and
+    CHANGELOG.md. New rows go last.
+    1. Add a row to `SCHEDULES`; all other code reads this table. The row's source says who published the coefficients,
+       or "ours".
+    2. Run `.venv/bin/python tests/schedule_cases.py NAME`. It prints a row for `CASES` in that file, and rows for the
+       tables "Schedules" and "Errors" in docs/orthogonalization.md. Add these rows.
+    3. Add a line to CHANGELOG.md.
 
-    `pytest -k NAME tests/orthogonalize` shows whether it works (ten seconds). A set needs to meet no other condition
-    than that it preserves signs and stays within bounds (`Schedule.fault`). Other tests that name schedules chose them
-    for a reason. A new row does not change the numerics: it needs no training curve and no new benchmarks/results.
+    `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that it
+    preserves signs and stays within bounds (`Schedule.fault`). Leave other tests that name schedules as they are: they
+    chose their schedules for a reason. A new row does not change the numerics, so it needs no training curve and no new
+    benchmarks/results.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ Coefficients = tuple[float, float, float]
 Triples = tuple[Coefficients, ...]
 
 MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
-_LARGEST = 2.0  # larger outputs count as divergence (every set below stays under 1.6)
+_LARGEST = 2.0  # larger outputs count as divergence; outputs of all schedules below stay under 1.6
 _GRID = 200_001
 
 
@@ -41,7 +45,7 @@ class Schedule:
     Attributes:
         name: A key of `SCHEDULES`, or "custom".
         triples: (a, b, c) of each step.
-        source: Who published the coefficients, and what was changed.
+        source: Publication of the coefficients, and changes made to them.
     """
 
     name: str
@@ -57,7 +61,7 @@ class Schedule:
 
     @property
     def slope(self) -> float:
-        """Factor by which the smallest singular values grow: the product of the a's."""
+        """Factor by which the smallest singular values grow, the product of all coefficients a."""
         return math.prod(a for a, _, _ in self.triples)
 
     def band(self, s_min: float = 0.01) -> tuple[float, float]:
@@ -70,12 +74,12 @@ class Schedule:
 
     @property
     def fault(self) -> str | None:
-        """Reason not to use the schedule (it flips signs or diverges); None if it is usable."""
+        """Text that says for which input the schedule flips signs or diverges; None if the schedule is usable."""
         grid = np.linspace(0.0, MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
         flips = np.flatnonzero(out <= 0.0)
-        grows = np.flatnonzero(~(out <= _LARGEST))  # NaN counts
+        grows = np.flatnonzero(~(out <= _LARGEST))  # also true for NaN
         if flips.size and (not grows.size or flips[0] < grows[0]):
             return f"flips signs: it maps {grid[flips[0]]:.4g} to {out[flips[0]]:.3g}"
         if grows.size:
@@ -92,13 +96,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Published:
-    """A set of coefficients: the triples of the first steps, and its source ("ours" if nobody published it). `tail`:
-    the triple of all further steps (by default up to five steps in all); None: the number of steps is fixed."""
+    """A set of coefficients for `SCHEDULES`: the triples of the first steps, and their source ("ours" if they are not
+    published elsewhere). `tail`: triple of all further steps, five steps in total by default; None: the number of steps
+    is fixed."""
 
     triples: Triples
     source: str
     tail: Coefficients | None = None
-    safety: float = 1.0  # divisor f of s: (a / f, b / f^3, c / f^5); above 1 if published so, or if refused at 1
+    safety: float = 1.0  # s is divided by it: (a / f, b / f^3, c / f^5); above 1 if published so or unusable at 1
 
 
 _KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -179,10 +184,10 @@ def schedule(
     Args:
         coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
             (a, b, c), or one (a, b, c) per step.
-        steps: Number of steps. Default: the set's own; 5 for a single triple. "keller" and "polar_express" take any
-            number, the other sets only their own. Ignored if one triple per step is given, as torch does.
-        safety: Divide inputs by this: (a / f, b / f^3, c / f^5). Default: the set's own factor (1.01 for Polar
-            Express), 1 for triples.
+        steps: Number of steps. Default: the number of published steps; 5 for "keller", "polar_express" and a single
+            triple. Only these three allow other numbers. Ignored if one triple per step is given, as in torch.
+        safety: Divisor f of the inputs, which changes coefficients to (a / f, b / f^3, c / f^5). Default: the named
+            schedule's factor (1.01 for Polar Express), 1 for triples.
 
     Returns:
         The schedule.
@@ -235,7 +240,7 @@ def _divided(steps: Triples, factor: float) -> Triples:
 
 @lru_cache(maxsize=256)
 def triples(coefficients: Any, steps: int | None) -> Triples:
-    """`schedule(...).triples`, cached, because options are read at every step. Arguments must be hashable."""
+    """Return `schedule(...).triples` from a cache, because every step reads the options. Arguments must be hashable."""
     return schedule(coefficients, steps).triples
 
 

@@ -1,4 +1,4 @@
-"""Description of a machine and its torch: everything on which the bits of matrix products depend."""
+"""Text that identifies a machine and its torch build: everything on which the bits of matrix products depend."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _STEERING = (
 
 
 def machine_stamp(device: torch.device) -> str:
-    """One line that describes a machine: torch's version and build, and the CPU's vector instructions or the GPU's
+    """Describe a machine in one line: torch's version and build, and the CPU's vector instructions or the GPU's
     architecture and number of SMs.
 
-    Ranks with equal stamps compute equal bits; see docs/architecture.md for what is proven and what is not.
+    Ranks with equal stamps compute equal bits. docs/architecture.md says how far this has been tested.
     """
     build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
     steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
@@ -38,7 +38,7 @@ def machine_stamp(device: torch.device) -> str:
 
 
 def precision_flags(device: torch.device) -> str:
-    """The process's global precision settings for matrix products; only method "torch" uses them."""
+    """Describe the process's global precision settings for matrix products. Only method "torch" depends on them."""
     if device.type == "cuda":
         flags: Any = torch.backends.cuda.matmul
         names = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -63,7 +63,7 @@ def _hardware(device: torch.device) -> str:
 
 
 def _cpu_vendor() -> str:
-    """The vendor of this CPU: MKL chooses kernels by vendor, even for the same instruction set."""
+    """Return the vendor of this CPU, because MKL chooses kernels by vendor even for the same instruction set."""
     facts = Path("/proc/cpuinfo")
     found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
     return found[1].strip() if found else platform.machine()

@@ -1,11 +1,11 @@
-"""Buckets: split matrices into groups that are processed together, with work for every owner in each, at the lowest
-price. Pure.
+"""Buckets: split matrices into groups that are processed together, so that a step takes the least time. Each bucket has
+work for every owner, that is, every rank that orthogonalizes some of the matrices. Pure functions.
 
 [Note: the price of buckets]
-    A step is timed by simulating the loop that executes its buckets (pipeline.py), on the ranks that have most to
-    compute in any bucket. An exchange takes the time of the rank that sends or receives most. Half of an exchange is
-    assumed to overlap with computation, for want of a better estimate. Prices are integer nanoseconds on a machine, so
-    that all ranks get the same results.
+    The price of a choice is the estimated time of a step. It is found by simulating the loop that executes the buckets
+    (pipeline.py) on every rank that has the most to compute in some bucket. An exchange takes as long as the rank that
+    sends or receives most. Half of an exchange is assumed to overlap with computation, for lack of a better estimate.
+    Prices are integers (nanoseconds), so that all ranks get the same results.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from shardmuon.plan.machines import SIDES, Machine
 _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
-_IN_CACHE = 4 * 2**20  # bytes of a local bucket on a CPU, so that its temporaries stay in the cache
-_OF_MOMENTUM = 32  # a local bucket may have as many bytes as momentum in fp32 divided by this
-_NO_DEARER = 102  # most percent of the cheapest price that a choice with less memory may cost
+_IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
+_OF_MOMENTUM = 32  # a bucket that is not exchanged may have 1/32 of the bytes of its rank's fp32 momentum
+_NO_DEARER = 102  # a choice that needs less memory may cost up to this percentage of the cheapest price
 
 _Share = list[Item]  # the matrices of a bucket
 
 
 class Way(NamedTuple):
-    """One choice of owners and buckets for the matrices of a set.
+    """One choice of owners and buckets for the matrices that a set of ranks shares.
 
     Attributes:
         items: The matrices with their owners.
-        moving: The buckets of the matrices that move.
-        ns: Price of a step in nanoseconds, without matrices on one rank alone, see [Note: the price of buckets].
-        notes: Lines for the printed plan on the choice and its alternatives.
+        moving: For matrices that are sent between ranks: a bucket without items, which holds common properties -> the
+            matrices of each bucket with these properties.
+        ns: Estimated time of a step in nanoseconds, without matrices that a single rank stores and orthogonalizes.
+        notes: Lines for the printed plan that explain the choice.
     """
 
     items: Sequence[Item]
@@ -48,7 +49,7 @@ class Way(NamedTuple):
 
 
 def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Way:
-    """Choose the cheapest buckets for the matrices of a set with these owners."""
+    """Choose the buckets with the least estimated time for the matrices of a set of ranks, whose owners are given."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -62,11 +63,11 @@ def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Wa
 
 
 def in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[Way], policy: Policy) -> list[Bucket]:
-    """All buckets of a plan with these items.
+    """List all buckets of a plan in the order of their execution.
 
-    Half of a rank's local buckets come before all buckets that move and half after them, to overlap with gathers and
-    scatters. None come in between: ranks without local buckets there would post the exchanges of a set in another
-    order.
+    Half of a rank's local buckets (matrices that are not exchanged) come before all exchanged buckets and half after
+    them, so that they overlap with gathers and scatters. No local bucket comes between exchanged buckets: ranks with
+    local buckets would then post their exchanges in another order than ranks without.
     """
     number = {item.key: n for n, item in enumerate(items)}
 
@@ -91,7 +92,8 @@ def in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[Way], 
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Group matrices that may share a bucket, by the bucket's common properties."""
+    """Group matrices that may be in the same bucket. The keys are buckets without items, which hold the properties that
+    the matrices have in common."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -102,7 +104,8 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Split local matrices into buckets: as few as memory allows, and small ones on a CPU."""
+    """Split matrices that are not exchanged into buckets: into as few as memory allows, but on a CPU into buckets that
+    fit in its cache."""
     of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
     least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
     most = (policy.bucket_bytes or least) // alike.itemsize
@@ -112,14 +115,15 @@ def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
 def _by_price(
     alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy
 ) -> tuple[list[_Share], int, str]:
-    """Split moving matrices into buckets: the split with the least memory among those that are hardly dearer than the
-    cheapest. Returns the buckets, their price in nanoseconds, and a line for the printed plan."""
-    # keys: most elements on a rank, number of buckets, nanoseconds
+    """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
+    that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
+    plan."""
+    # keys: largest number of elements on any rank, number of buckets, nanoseconds
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        for step in (1, -1)[: len(shares)]:  # smallest buckets first, or last
+        for step in (1, -1)[: len(shares)]:  # try both orders of the buckets
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     limit = min(ns for *_, ns in found) * _NO_DEARER
     best = min(option for option in found if option[2] * 100 <= limit)
@@ -135,7 +139,8 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """The splits to try: different numbers of waves, each wave whole or split by owners."""
+    """Yield the splits into buckets that are to be compared. Matrices are first split into different numbers of waves
+    with matrices of all owners; then each wave is one bucket, or is split further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -151,16 +156,16 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: P
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
-    """True if a matrix needs a gather and a scatter; False if its owner stores it whole and no stage state is sent."""
+    """True if a matrix needs a gather and a scatter. False if its owner stores the whole matrix and sends no state."""
     stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 
 
-# ---------------------------------------------------------------------------------------------------------- the shares
+# ------------------------------------------------------------------------------------------------ splitting into shares
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """The matrices of each owner, costliest first."""
+    """List the matrices of each owner, costliest first."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
@@ -168,9 +173,9 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced]) -> list[_Share]:
-    """Split waves by owners, the last wave into `tail` parts and the others into half as many, so that relays begin
-    early and the last relay is short. The owners of each replica are spread evenly over the parts, since the replica
-    relays the results of its owners."""
+    """Split waves (buckets with matrices of all owners) into parts with different owners. The last wave gets `tail`
+    parts and the other waves get half as many, so that relays of results to other replicas begin early and the last
+    relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
         lines: dict[tuple[int, int], _Share] = {}  # by (replica, owner)
@@ -178,7 +183,7 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced])
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        dealt = Counter[int]()  # owners placed so far, by replica
+        dealt = Counter[int]()  # replica -> number of its owners assigned so far
         for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
             shares[dealt[at[0]] % len(shares)] += lines[at]
             dealt[at[0]] += 1
@@ -187,9 +192,9 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced])
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Split the matrices of all owners into as few shares as possible, but at least `least` if there are enough
-    matrices, so that no owner has more than `most` elements in a share, unless it is a single matrix. Within these
-    limits each owner has equal work in all shares."""
+    """Split the matrices of all owners into as few shares (buckets) as possible, but at least `least` if there are
+    enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. Within these
+    limits, the work of each owner is spread evenly over the shares."""
     needed = [_needed([item.numel for item in line], most) for line in lines]
     num = max(least, *(of_line[0] for of_line in needed))
     cut = [_cut(line, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
@@ -198,8 +203,8 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """For each position in a list of sizes, the fewest shares of at most `most` elements that cover the rest of the
-    list; 0 at the end."""
+    """For each position in a list of matrix sizes, count how many shares of at most `most` elements the rest of the
+    list needs. The last entry, at the end of the list, is 0."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):
@@ -212,12 +217,12 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """Split one owner's matrices, in order, into `num` shares of about equal work, with as few empty shares as
-    possible."""
+    """Split one owner's matrices, without changing their order, into `num` shares of about equal work, with as few
+    empty shares as possible."""
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
-        behind = num - share - 1  # shares that follow this one
+        behind = num - share - 1  # number of shares after the current share
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
             if enough or filled + item.numel > most or len(line) - place <= behind:
@@ -228,21 +233,21 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
     return parts
 
 
-# ---------------------------------------------------------------------------------------------------------- the price
+# ------------------------------------------------------------------------------------------------------ estimated time
 
-_FULL = 3 << 20  # elements of the Gram matrices of one batch, see `orthogonalize.slots`
+_FULL = 3 << 20  # largest total size of the Gram matrices of one batch, in elements, see `orthogonalize.slots`
 _LAUNCHES = 30  # kernel launches of five Newton-Schulz steps
-_PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes of memory traffic per element, see `foresight.hardware`
+_PACKS, _APPLIES, _FILLS = 30, 26, 12  # memory traffic of these phases in bytes per element, see `foresight.hardware`
 
 
 class _Spread(NamedTuple):
     """Counts of the ranks that store the matrices of a layout.
 
     Attributes:
-        holders: Number of ranks of one replica.
-        inside: Most ranks of one replica on one node.
+        holders: Number of ranks in one replica.
+        inside: Largest number of ranks of one replica on the same node.
         replicas: Number of replicas.
-        near: Most replicas on one node.
+        near: Largest number of replicas on the same node.
     """
 
     holders: int
@@ -252,12 +257,14 @@ class _Spread(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """Properties of a matrix that its price depends on.
+    """Properties of a matrix on which the time to exchange and orthogonalize it depends.
 
     Attributes:
-        owner, replica: The owner (the first, if each replica has one), and the index of the owner's replica.
+        owner, replica: Rank that orthogonalizes the matrix (the first, if each replica has one), and the index of this
+            rank's replica.
         numel: Number of elements.
-        batch, ns: Number of such matrices in one batch, and nanoseconds per batch, also for a partly filled one.
+        batch, ns: Number of equal matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
+            long as a full one.
         spread: Counts of the ranks that store the matrix.
     """
 
@@ -282,8 +289,8 @@ def _prices(specs: Sequence[Spec], items: Iterable[Item], machine: Machine) -> d
 
 
 def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
-    """Count the ranks of a layout, on nodes of `per_node` ranks: the ranks of its first replica, and the ranks that
-    store its first piece."""
+    """Count the ranks of a layout in total and per node, with `per_node` ranks on a node. The first replica and the
+    ranks that store the first piece are taken as typical of the others."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
     on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
@@ -292,19 +299,20 @@ def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
 
 
 def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Batch size for matrices with this short side, and nanoseconds of a batch. `flops`: floating point operations of
-    one matrix."""
+    """Estimate the batch size for matrices with this short side, and the nanoseconds to orthogonalize a batch. `how`:
+    text that names the compute dtype. `flops`: floating point operations for one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
     size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
-    # geometric mean of the shares for one matrix and for a product as large as the whole batch
+    # a batch is faster than one matrix but slower than a single product of the batch's total size: take the geometric
+    # mean of the shares of the peak that the two reach
     share = isqrt(_share(short**3, machine) * _share(size * short**3, machine))
     return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)
 
 
 def _share(volume: int, machine: Machine) -> int:
-    """Thousandths of the peak reached by products of square matrices with this volume (side**3)."""
+    """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume`: side**3."""
     found = (share for side, share in zip(SIDES, machine.shares, strict=True) if volume <= side**3)
     return next(found, machine.shares[-1])
 
@@ -313,9 +321,9 @@ class _Timed(NamedTuple):
     """Times and memory of a bucket.
 
     Attributes:
-        work: Times of its phases, without orthogonalization, on the rank that owns least of it.
-        computed: Owner -> time of its products and of the copies around them.
-        taken: Most elements on a rank: its own matrices, and results received by the relay.
+        work: Times of the bucket's phases without orthogonalization, on the rank that owns the least of the bucket.
+        computed: Owner -> time of its matrix products and of the copies around them.
+        taken: Largest number of elements on any rank: the matrices that it owns, and results received by the relay.
     """
 
     work: pipeline.BucketTimes
@@ -324,11 +332,11 @@ class _Timed(NamedTuple):
 
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
-    """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element on the wire."""
+    """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on by replica, the rest by owner
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    sent = relayed = 0  # elements per rank
+    sent = relayed = 0  # elements that each rank sends in the gather, and receives in the relay
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
         kept[owner] += numel // holders
@@ -338,10 +346,10 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    if len(kept) >= most.holders * most.replicas:  # every rank owns some matrix
+    if len(kept) >= most.holders * most.replicas:  # every rank owns a matrix and keeps its own part of it
         sent -= min(sent, min(kept.values()))
     gather = relay = None
-    copied = 0  # nanoseconds of copying to the relay's send buffer
+    copied = 0  # nanoseconds to copy into the relay's send buffer
     if most.holders > 1:
         gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
@@ -351,7 +359,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # time of `each` bytes per element, and of the host's share of work
+    def passed(each: int, elements: int) -> int:  # nanoseconds for `each` bytes per element, and on the host
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = pipeline.BucketTimes(
@@ -369,8 +377,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
 
 
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
-    """Nanoseconds of an exchange of `size` bytes per rank, spread evenly over `ranks` ranks, `inside` of them on one
-    node."""
+    """Estimate the nanoseconds of an exchange in which each rank sends `size` bytes, divided evenly among `ranks`
+    ranks, of which `inside` are on the same node."""
     others = max(1, ranks - 1)
     near, far = size * (inside - 1) // others, size * (ranks - inside) // others
     latency = (machine.across if ranks > inside else machine.inside) + machine.peer * (ranks - 1)
@@ -378,7 +386,7 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Nanoseconds of a step of these buckets, in this order, see [Note: the price of buckets]."""
+    """Estimate the nanoseconds of a step with these buckets, in this order: see [Note: the price of buckets]."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

@@ -1,4 +1,4 @@
-"""Data types of the planner: parameters, their matrices with owners, and buckets of matrices. Pure."""
+"""Data types of the planner: parameters, their matrices, and buckets of matrices that are processed together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ Key = tuple[int, int]  # index of a parameter, index of the matrix in it
 
 
 class Kept(NamedTuple):
-    """State tensor (fp32) of one variant stage for one parameter, with a few values for each matrix.
+    """State tensor (fp32) with a few values for each matrix of a parameter, as stored by one stage of a Muon variant
+    (NorMuon's second moments, for example).
 
     Attributes:
-        layout: Layout of the state tensor. Its matrices have shape 1 x n, one for each matrix of the parameter, and a
-            rank stores all of one or nothing.
-        travels: True if owners change the state and send it to all ranks that store it.
+        layout: Layout of the state tensor. For each matrix of the parameter, it has one matrix of shape 1 x n, of which
+            a rank stores either all or nothing.
+        travels: True if the rank that orthogonalizes a matrix also changes the values and must send them to all ranks
+            that store them.
     """
 
     layout: ParamLayout
@@ -29,14 +31,14 @@ class Spec(NamedTuple):
 
     Attributes:
         name: Name for messages and tables.
-        layout: Which rank stores which piece.
-        hows: How each matrix is orthogonalized, as text; equal for all matrices of a batch.
-        costs: Floating point operations of each matrix.
-        itemsizes: Bytes per element of each matrix on the wire.
-        batch: Text of coefficients and stages; equal for all matrices of a batch.
+        layout: Layout of the parameter, which gives the pieces that each rank stores.
+        hows: Text that describes how each matrix is orthogonalized; equal for all matrices of a batch.
+        costs: Floating point operations to orthogonalize each matrix.
+        itemsizes: Bytes per element when a matrix is sent, for each matrix.
+        batch: Text of coefficients and variant stages; equal for all matrices of a batch.
         kind: Device type; equal for all parameters of a bucket.
-        kept: State tensor of each stage that has one.
-        reasons: For each matrix, the reason for its method, for printed plans. Empty: none is printed.
+        kept: State tensors with values per matrix, one for each variant stage that has such state.
+        reasons: For each matrix, the reason why its method was chosen, for printed plans. Empty: print no reasons.
     """
 
     name: str
@@ -51,16 +53,16 @@ class Spec(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Bounds and rates that a plan depends on beside its parameters.
+    """Bounds and machine rates on which a plan depends besides its parameters.
 
     Attributes:
-        bucket_bytes: Most bytes (on the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
-            a bucket of its own. None: the size with the least memory among those that cost at most 2% more than the
-            cheapest. For local matrices of a rank None means 32 MiB, or 1/32 of their momentum in fp32 if that is more;
-            on a CPU 4 MiB.
-        machine: The machine whose rates are used to price buckets.
-        each: True if every replica may orthogonalize all its matrices itself, where that is cheaper. False if machines
-            differ: replicas would diverge.
+        bucket_bytes: Maximum size of the matrices that one rank orthogonalizes in a bucket, in bytes as sent. A larger
+            matrix gets a separate bucket. None: choose the size that needs the least memory among sizes whose estimated
+            time is at most 2% above the fastest. For matrices that are not exchanged, None means 32 MiB, or 1/32 of
+            their momentum in fp32 if that is more; on a CPU, 4 MiB.
+        machine: Rates from which the time of a plan is estimated.
+        each: True if every replica may orthogonalize all of its matrices itself where that is faster. False if the
+            ranks' machines differ: their results could differ in bits, and replicas would diverge.
     """
 
     bucket_bytes: int | None = None
@@ -69,17 +71,17 @@ class Policy(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One matrix and its owners.
+    """One matrix and its owners, the ranks that orthogonalize it.
 
     Attributes:
-        param, matrix: Index of the parameter's `Spec`, and of the matrix in its view.
+        param, matrix: Index of the parameter's `Spec`, and index of the matrix in the parameter's view.
         rows, cols: Shape of the matrix.
-        owners: The rank that orthogonalizes the matrix, or one rank per replica, in the order of
-            `ParamLayout.replicas`.
-        route: "local": nothing is moved. "owner": the matrix is gathered on its owner and scattered back.
-        how: How the matrix is orthogonalized, as text.
-        cost: Floating point operations of an owner.
-        reason: Reason for the method. Not compared between ranks, as it may name abilities of one machine.
+        owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
+        route: "local": no element is sent. "owner": the matrix is gathered on its owner, and the result is scattered.
+        how: Text that describes how the matrix is orthogonalized.
+        cost: Floating point operations to orthogonalize the matrix.
+        reason: Reason why the method was chosen. It may name capabilities of one rank's machine, so ranks do not
+            compare it.
     """
 
     param: int
@@ -94,7 +96,7 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Sort key of a plan's items."""
+        """Index of the parameter and of the matrix. A plan's items are sorted by it."""
         return self.param, self.matrix
 
     @property
@@ -106,22 +108,23 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """The owner whose results a rank gets: the one in its own replica if each replica has an owner."""
+        """Return the owner whose results a rank receives: if each replica has an owner, the owner in the rank's
+        replica."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
 class Bucket(NamedTuple):
-    """Matrices that are exchanged together, or orthogonalized together without moving. Plans sort the buckets that move
-    as tuples of these fields.
+    """Matrices that are processed together: exchanged between ranks and orthogonalized, or only orthogonalized. Plans
+    sort the buckets that are exchanged as tuples of these fields.
 
     Attributes:
-        ranks: Ranks of the exchange. On the local route, the ranks that own any of the matrices.
-        route, num_owners: Route and number of owners, equal for all of the bucket's items.
+        ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
+        route, num_owners: Route, and number of owners of a matrix, equal for all of the bucket's items.
         kind: Device type.
-        itemsize: Bytes per element on the wire.
-        items: Indices of the plan's items.
-        gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage state is sent: there
-            is no gather or scatter, only a relay to other replicas.
+        itemsize: Bytes per element as sent.
+        items: Indices into the plan's items.
+        gathers: False if every owner stores its matrices whole, as plain replicas do, and sends no state. The bucket
+            then needs no gather or scatter, only a relay of results to other replicas.
     """
 
     ranks: Ranks

@@ -1,4 +1,5 @@
-"""Rates of machines by which plans are chosen, as integers so that all ranks choose the same plan."""
+"""Throughputs and latencies of machines, used to choose plans. They are integers, so that all ranks compute equal
+prices and choose the same plan."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ class Machine(NamedTuple):
 
     Attributes:
         name: Name in printed plans.
-        shares: Thousandths of the peak that products reach, by the matrix's short side, see `SIDES`.
-        half, single, double: Peak GFLOP/s of dense products in 16, 32 and 64 bits.
+        shares: Fraction of the peak, in thousandths, that matrix products reach, for each short side in `SIDES`.
+        half, single, double: Peak GFLOP/s of dense matrix products in 16, 32 and 64 bits.
         memory: Memory bandwidth in MB/s, reads and writes together.
-        link, network: MB/s of an all-to-all, one way, inside a node and between nodes.
-        per_node: Ranks per node, that is, joined by fast links.
-        inside, across, peer: Latency of an exchange in nanoseconds: inside a node, between nodes, and extra per peer.
-        bucket, matrix: Host time in nanoseconds per bucket, and per matrix in it.
-        launch: Nanoseconds of an empty kernel; 0 on a CPU.
+        link, network: MB/s of an all-to-all in one direction, inside a node and between nodes.
+        per_node: Number of ranks that are joined by fast links (a node).
+        inside, across, peer: Latency of an exchange in nanoseconds: inside a node, between nodes, and in addition for
+            each peer.
+        bucket, matrix: Host time in nanoseconds for each bucket, and for each matrix in a bucket.
+        launch: Nanoseconds that an empty kernel takes; 0 on a CPU.
     """
 
     name: str
@@ -38,9 +40,9 @@ class Machine(NamedTuple):
     launch: int
 
 
-SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # largest short side for each share; the last share holds beyond, too
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # largest short side for each of `Machine.shares`; the last has no limit
 
-# Middle values from foresight's hardware files; a test checks that they are equal.
+# Middle estimates from the hardware files of `shardmuon.foresight`; a test checks that these copies are equal to them.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
@@ -64,9 +66,10 @@ DEFAULT = "h100"  # row for unknown accelerators
 
 
 def machine_of(stamps: Iterable[str]) -> Machine:
-    """The slowest machine among those with these stamps (see `orthogonalize.stamp`), since exchanges wait for it.
+    """Return the rates of the slowest machine, since exchanges wait for it. `stamps`: descriptions of the ranks'
+    machines, from `orthogonalize.stamp`.
 
-    An unknown accelerator gets the rates of `DEFAULT`, under a name that says so.
+    An unknown accelerator gets the rates of `DEFAULT`, and a name that says so.
     """
     found = dict.fromkeys(map(_row, stamps))
     return min(found, key=lambda row: (row.half, row.network, row.name), default=MACHINES["cpu-gloo"])

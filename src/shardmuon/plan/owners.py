@@ -1,8 +1,9 @@
-"""Owners: the ranks that may orthogonalize a matrix, and the choice among them. Pure.
+"""Choice of the owner of each matrix, the rank that orthogonalizes it. Pure functions.
 
 [Note: balance within a set]
-    A rank may also share tensors with ranks outside a set, which the other ranks of the set do not know. So work is
-    balanced within each set separately, using only what all of its ranks know.
+    Work is balanced separately within each set of ranks that share tensors. A rank can belong to several sets, but the
+    other ranks of one set do not know its work in the others. All ranks of a set must choose the same owners, so the
+    choice uses only what all of them know.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from shardmuon.layout.table import Ranks
 from shardmuon.plan.items import Item, Key, Spec
 from shardmuon.plan.machines import Machine
 
-_LATE = 1.03  # a rank with a load above this multiple of its set's mean hands matrices on
+_LATE = 1.03  # a rank with more than this multiple of the mean load gives matrices to other ranks
 
 
 def draft_of(spec: Spec, param: int, matrix: int) -> Item:
-    """An item whose `owners` are all candidates, of which one is chosen later."""
+    """Make the item of a matrix. Its `owners` are all candidates; one of them is chosen later."""
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # an owner needs the stage state, which for a stack of experts only ranks have that store some of the matrix
+    # an owner needs the state values of its matrix; for a sharded stack of experts, only some ranks store them
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     why = spec.reasons[matrix] if spec.reasons else ""
@@ -32,28 +33,30 @@ def draft_of(spec: Spec, param: int, matrix: int) -> Item:
 
 
 def with_owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, machine: Machine) -> list[Item]:
-    """The matrices of a set, each with one owner chosen from its draft."""
+    """Choose one owner for each matrix that a set of ranks shares. `drafts`: items whose `owners` are candidates."""
     owners = _owners(specs, drafts, ranks, machine.per_node)
     _hand_on(specs, drafts, owners, ranks, machine)
     return [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts]
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """A matrix with its owners, on the local route if no other rank stores any of it or of state that is sent."""
+    """Give a matrix its owners. The route becomes "local" if no other rank stores any element of the matrix or of
+    state tensors that owners would send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[Key, int]:
-    """Choose the owner of each matrix of a set. Matrices with one candidate come first, then the costliest; each goes
-    to the candidate with the least work. Ties go to the replica that relays least, then alternate between nodes."""
+    """Choose the owner of each matrix that a set of ranks shares. Matrices with a single candidate come first, then
+    the costliest. Each goes to the candidate with the least work so far. Among candidates with equal work, the replica
+    that has to relay the fewest elements to other replicas is preferred, then ranks alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # per rank; per replica
+    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # FLOP per rank; elements per replica
     found = dict[Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
@@ -68,9 +71,11 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
 def _hand_on(
     specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[Key, int], ranks: Ranks, machine: Machine
 ) -> None:
-    """Move matrices from overloaded ranks to other ranks of their node, by changing `owners`. Only matrices stored by
-    one rank alone are moved. Needed where all ranks hold experts and only a few also hold a dense matrix."""
-    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, Key]]](list)  # loads; movable matrices
+    """Reassign matrices of overloaded ranks to other ranks of their node, by changing `owners`. Only matrices that are
+    stored by a single rank are reassigned. This balances models in which all ranks store experts, but only a few also
+    store a dense matrix."""
+    # floating point operations of each rank; (cost, key) of each rank's movable matrices
+    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, Key]]](list)
     for item in drafts:
         owner = owners[item.key]
         loads[owner] += item.cost
@@ -91,16 +96,18 @@ def _hand_on(
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """True for a matrix that is stored by one rank alone, has no stage state, and takes longer to orthogonalize at the
-    machine's peak than to send to another rank and back."""
+    """True if it pays to orthogonalize a matrix on a rank that does not store it. The matrix must be stored by a single
+    rank, have no state tensor with values per matrix, and take longer to orthogonalize at the machine's peak rate than
+    to send to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
     worth = item.cost * machine.link > way * machine.half * 1000
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
 
 
 def each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[Key, Item]:
-    """Key -> matrix with one owner in every replica, for the matrices on the replicas that have most of the work.
-    Owners are chosen in the first replica; in the others, the rank that stores the same piece is the owner."""
+    """Choose an owner in every replica, so that each replica orthogonalizes its matrices by itself. Owners are chosen
+    in the first replica; in the others, the rank that stores the same piece becomes the owner. If layouts differ in
+    their replicas, only matrices on the replicas with the most work are returned, by their keys."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost

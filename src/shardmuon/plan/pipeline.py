@@ -1,13 +1,13 @@
 """The order of a step's operations, which `step.bucket` executes, and a simulation of that loop with given times.
 
-Pure; knows no hardware. Times may be in any unit. Integer times with `overlap` 0.5 are exact, so that all machines get
-the same results.
+Pure functions that know no hardware. Times may be in any unit. Results are exact for integer times with `overlap` 0.5,
+so that all machines get the same results.
 
 [Note: two clocks]
-    A rank computes one operation at a time, and its exchanges run one at a time on its links. An exchange starts when
-    the last of its ranks has posted it, and the rank computes meanwhile: bucket i+1 is gathered, and bucket i-1
-    scattered or relayed, while bucket i is orthogonalized. The share of an exchange that overlaps with computation is
-    uncertain (`overlap`): the rest of the exchange progresses only while a rank waits for it.
+    A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when the
+    last of its ranks has posted it. Ranks compute meanwhile: while bucket i is orthogonalized, bucket i+1 is gathered,
+    and bucket i-1 is scattered or relayed. How much of an exchange can overlap with computation is uncertain, so it is
+    an assumption (`overlap`); the rest of the exchange progresses only while a rank waits for it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "
 
 
 _EXCHANGES: tuple[Phase, ...] = ("gather", "scatter", "relay")
-_BESIDE = 4  # buckets during which a relay may run: it is the longest exchange, usually over the network
+_BESIDE = 4  # number of buckets during which a relay, the longest exchange (usually between nodes), may run
 
 
 def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[Turn, int]]:
-    """The order in which a rank executes its buckets, as pairs of an operation and a bucket's index.
+    """Yield a rank's operations on its buckets in order, as pairs of an operation and a bucket's index.
 
-    While bucket i is orthogonalized, i + 1 is gathered, i - 1 scattered, and earlier buckets are relayed.
+    While bucket i is orthogonalized, i + 1 is gathered, i - 1 is scattered, and earlier buckets are relayed.
 
-    There is no deadlock. Number the exchanges of all ranks' buckets in the common order of the plan: the gather of
-    bucket b is b, its scatter b + 1/4, and its relay b + 1/2. Before it posts an exchange, a rank waits only for
-    exchanges with smaller numbers, so the smallest-numbered exchange that any rank waits for has been posted by all.
-    There is one exception: the relay of b is posted after the wait for the gather of b + 1 if both buckets are of the
-    same set, whose ranks have both of them and nothing in between. Before a bucket of another set, relays are posted
-    first.
+    This order cannot deadlock. Number the exchanges of all ranks' buckets in the common order of the plan: for bucket
+    b, the gather is b, the scatter b + 1/4, and the relay b + 1/2. Before a rank posts an exchange, it waits only for
+    exchanges with smaller numbers. So all ranks have posted the exchange with the smallest number that any rank waits
+    for. One exception is allowed: if buckets b and b + 1 have the same ranks, the relay of b is posted after the wait
+    for the gather of b + 1. This is safe because these ranks have both buckets and none between them. Before a bucket
+    with other ranks, the relay is posted first.
 
     Args:
         relays: For each bucket of this rank, in the plan's order: True if it has a relay.
@@ -55,12 +55,13 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
 
 
 class BucketTimes(NamedTuple):
-    """One bucket on one rank, in seconds.
+    """Times of one bucket on one rank, in seconds.
 
     Attributes:
-        key: Key of the bucket's exchanges, equal on the ranks that exchange with each other; None if nothing moves.
+        key: Key of the bucket's exchanges, equal on the ranks that exchange with each other; None if nothing is sent.
         pack, orthogonalize, apply: Times of these phases on this rank.
-        gather, scatter, relay: Times of the exchanges on the wire, for their slowest rank; None: no such exchange.
+        gather, scatter, relay: Transfer times of the exchanges, for their slowest rank. None: the bucket has no such
+            exchange.
         fill: Time that this rank computes during the gather.
         finish: Time that this rank computes after the relay.
     """
@@ -77,7 +78,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A phase of a bucket on a rank or its links, with start and end times."""
+    """The time span of one phase of a bucket, either computed by a rank or transferred on its links."""
 
     bucket: int
     phase: Phase
@@ -99,9 +100,9 @@ class Course:
 
     Attributes:
         end: Current time, in seconds since the step began.
-        events: Events so far; sorted by start time when the step is complete.
-        waited: Seconds in which the rank only waited for exchanges.
-        links: Time at which the rank's links are free again.
+        events: Events so far. They are sorted by start time when the step is complete.
+        waited: Seconds that the rank spent idle, waiting for exchanges.
+        links: Time at which the rank's links become free.
     """
 
     end: float
@@ -131,7 +132,7 @@ class Course:
 
 
 _Exchanges = dict[tuple[Hashable, Phase], _Exchange]
-# Operation -> the exchange that it waits for, and the phases and exchanges that it then starts, in order.
+# Operation -> the exchange that the rank first waits for, and the phases and exchanges that it then starts, in order.
 _DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -144,10 +145,10 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
     """Simulate a step.
 
     Args:
-        ranks: The buckets of each rank, in order.
-        first: Seconds before the first bucket: host, vote.
-        last: Seconds after each rank's last bucket: AdamW.
-        overlap: Share of an exchange that overlaps with computation, see [Note: two clocks].
+        ranks: Times of each rank's buckets, in order.
+        first: Seconds before the first bucket, for host work and the ranks' vote.
+        last: For each rank, seconds after its last bucket, for AdamW.
+        overlap: Share of an exchange that can overlap with computation, from 0 to 1.
 
     Returns:
         The timeline of each rank.
@@ -159,7 +160,8 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
     awaited = dict.fromkeys(runs, _Exchange(0))  # the exchange that each unfinished rank waits for
     while awaited:
         ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-        # if none is ready, ranks with equal keys order their buckets differently and cannot be one group: go on anyway
+        # if no run can continue, ranks with equal keys order their buckets differently, so they do not really exchange
+        # with each other: let the first run continue
         for run in ready or list(awaited)[:1]:
             exchange = next(run, None)
             if exchange is None:
@@ -173,7 +175,7 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
 
 
 def _turns(course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
-    """Simulate the loop of one rank. Yields each exchange before waiting for it."""
+    """Simulate the loop of one rank. Yields each exchange before the rank waits for it."""
     for turn, bucket in turns([work.relay is not None for work in works]):
         work = works[bucket]
         awaited, does = _DOES[turn]

@@ -1,4 +1,5 @@
-"""The plan: which rank orthogonalizes which matrix, and which matrices move together. Pure, and equal on every rank."""
+"""The plan: which rank orthogonalizes which matrix, and which matrices are exchanged together. Pure functions; ranks
+that share parameters get the same result for them."""
 
 from __future__ import annotations
 
@@ -14,21 +15,23 @@ from shardmuon.plan.items import Bucket, Item, Policy, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
 from shardmuon.texts import table
 
-_NO_GAIN = 102  # percent: replicas share work unless sharing takes at least this much of the time of working separately
-_LATENCIES = 3  # working separately must save at least so many latencies between nodes
+# Replicas divide matrices among them, unless it saves enough time if each replica orthogonalizes all of its matrices.
+_NO_GAIN = 102  # percent: minimum ratio of the time with division to the time without
+_LATENCIES = 3  # minimum saving without division, in latencies of exchanges between nodes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Owners and buckets of all matrices.
+    """Assignment of all matrices to owners, the ranks that orthogonalize them, and to buckets, which are exchanged
+    together.
 
     Attributes:
-        specs: The parameters.
-        items: The parameters' matrices, in order.
-        buckets: Buckets in the order in which every rank begins them. The order depends only on the buckets' content,
-            so that ranks in several sets never deadlock by waiting in different orders.
-        notes: Lines printed below the plan: choices made by price, and remarks on the whole plan.
-        policy: The policy that the plan was made with.
+        specs: Descriptions of the parameters.
+        items: The matrices of all parameters, in order.
+        buckets: Buckets in the order in which every rank begins them. The order depends only on the buckets' content:
+            if ranks that exchange buckets with several sets of ranks used different orders, they could deadlock.
+        notes: Lines printed below the plan: choices made by estimated time, and remarks on the whole plan.
+        policy: Bounds and machine rates from which the plan was made.
     """
 
     specs: tuple[Spec, ...]
@@ -39,7 +42,8 @@ class Plan:
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
-        """Set of ranks that share parameters -> 16-byte digest of the part of the plan that must be equal on them."""
+        """Set of ranks that share parameters -> 16-byte digest of the part of the plan that must be equal on all of
+        these ranks."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
             params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
@@ -54,13 +58,13 @@ class Plan:
                 for bucket in self.buckets
                 if bucket.exchange and bucket.ranks == ranks
             ]
-            # without buckets: an owner's local buckets depend on its other sets, which these ranks do not know
+            # leave out local buckets: they depend on parameters that the owner shares with ranks outside this set
             local = [item for n, item in items.items() if self.items[n].route == "local"]
             found[ranks] = digest_of([specs, moving, local])
         return found
 
     def loads(self) -> dict[int, int]:
-        """Map each rank to the floating point operations of its products in one step."""
+        """Map each rank to the floating point operations of the matrix products that it computes in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:
@@ -73,7 +77,7 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Text table of a plan's matrices, bucket by bucket."""
+    """Make a text table of a plan's matrices, bucket by bucket."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):
@@ -85,7 +89,7 @@ def _rows(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> list[str]:
-    """Line for the printed plan on the most loaded rank; none for a plan without work."""
+    """Make the line of a printed plan that compares the most loaded rank with the mean. Empty if there is no work."""
     loads = plan.loads().values()
     if not any(loads):
         return []
@@ -109,8 +113,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
-    """Assign owners and buckets to the matrices of a set: work is shared among all ranks, or done by every replica for
-    itself if that is cheaper."""
+    """Assign owners and buckets to the matrices that a set of ranks shares. All ranks divide the matrices among them,
+    or every replica orthogonalizes all of its matrices itself if that is estimated to be faster."""
     shared = cheapest(specs, with_owners(specs, drafts, ranks, policy.machine), policy)
     each = each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
     if not each:
@@ -125,6 +129,7 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
 
 
 def _gains(shared: int, alone: int, policy: Policy) -> bool:
-    """True if replicas that each orthogonalize all matrices save enough time (nanoseconds). Sharing is preferred a
-    little, since replicas that receive the same results are equal for certain."""
+    """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
+    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred: replicas that receive the
+    same results are certain to stay equal."""
     return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared

@@ -1,17 +1,19 @@
-"""The program of one rank for one bucket: copy lists between local storage, wires and batches. Pure.
+"""The program of one rank for one bucket of matrices: lists of copies between local storage, batches of matrices, and
+wires, which are the send and receive buffers of exchanges. Pure functions.
 
 [Note: places]
-    Each tile that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are in its batches,
-    where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at the other
-    end, then by item, then by their order in storage. The scatter returns results to the places that the gather sent
-    from. A single rank owns everything, and its wires are empty.
+    Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
+    in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
+    the other end, then by matrix, then by their order in storage. The scatter returns results to the places from which
+    the gather sent. If there is a single rank, it owns all matrices, and its wires are empty.
 
 [Note: results in two stages]
-    An owner communicates with one rank per piece, in its own replica if it belongs to one. That rank sends the results
-    to the other ranks with the same piece in a second exchange among the bucket's ranks, the relay; there is none if
-    each replica has an owner. Stage state takes the same routes, behind the tiles for each rank. A rank that stores
-    some of the matrix receives the state from the sender of its first tile, the owner or a relaying rank; a rank that
-    stores nothing of the matrix receives it from the owner.
+    For each piece of a matrix, the owner communicates with one rank that stores the piece, if possible a rank of its
+    own replica. In a second exchange among the bucket's ranks, the relay, that rank sends the results to the other
+    ranks that store the same piece. If each replica has an owner, there is no relay. State tensors with values per
+    matrix take the same routes, placed after the tiles in the part of the wire for each rank. A rank that stores some
+    of the matrix receives the state from the rank that sends its first tile, which is the owner or a relaying rank. A
+    rank that stores nothing of the matrix receives the state from the owner.
 """
 
 from __future__ import annotations
@@ -27,24 +29,25 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.items import Bucket, Item, Key
 from shardmuon.plan.plan import Plan
 
-_ALIGNMENT = 64  # bytes: if every matrix of a batch begins at a multiple, its result does not depend on its slot
+_ALIGNMENT = 64  # bytes; equal alignment of all matrices of a batch makes a result independent of its place in it
 
 
 def aligned(numel: int, itemsize: int) -> int:
-    """Round a number of elements up to the next multiple of the alignment."""
+    """Round a number of elements up so that their bytes are a multiple of `_ALIGNMENT`."""
     per_line = _ALIGNMENT // itemsize
     return -(-numel // per_line) * per_line
 
 
 class BufferPlace(NamedTuple):
-    """Place of a block in a buffer: offset of its first element, and the stride of each dim."""
+    """Place of a block in a buffer: offset of the block's first element, and stride of each dim, in elements."""
 
     start: int
     strides: Ints
 
 
 class Copy(NamedTuple):
-    """Copy of a block between two buffers, in either direction. No stride is 0: no two elements share a place."""
+    """A copy of a block between two buffers, in either direction. All strides are nonzero, so that no two elements of
+    the block share a place."""
 
     sizes: Ints
     here: BufferPlace
@@ -60,12 +63,12 @@ class Load(NamedTuple):
 
 
 class KeptLoad(NamedTuple):
-    """Stage state of a matrix, and its place on a wire.
+    """State values of a matrix (as NorMuon stores per matrix), and their place in the buffer of an exchange.
 
     Attributes:
         param, number: Index of the parameter, and index into its `Spec.kept`.
-        tile: Tile of the state in this rank's state tensor.
-        start, size: Place on the wire, in elements of the wire.
+        tile: Location of the values in this rank's state tensor.
+        start, size: Place in the buffer, in elements of the buffer's dtype.
     """
 
     param: int
@@ -79,9 +82,9 @@ class Batch(NamedTuple):
     """Matrices of one shape that are orthogonalized in one call.
 
     Attributes:
-        items: Indices of the plan's items, one for each slot.
+        items: Indices of the matrices in the plan's items.
         shape: (B, rows, cols).
-        start, stride: Slot k begins at element start + k * stride of the buffer of batches.
+        start, stride: Matrix k of the batch begins at element start + k * stride of the buffer of batches.
     """
 
     items: tuple[int, ...]
@@ -96,9 +99,10 @@ class Wire(NamedTuple):
     Attributes:
         sent, came: Number of elements sent to each rank of the bucket, and received from each.
         tiles: Tiles of this rank's storage that are sent (gather) or received (scatter, relay).
-        copies: Copies between the wire (`here`) and the batches (`there`), for matrices that this rank owns.
+        copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
+            owns.
         passed: Copies from the scatter's receive buffer (`here`) to the relay's send buffer (`there`).
-        told, heard: Stage state in the send buffer and in the receive buffer.
+        told, heard: State values per matrix, in the send buffer and in the receive buffer.
     """
 
     sent: Ints
@@ -116,7 +120,7 @@ class Program:
 
     Attributes:
         bucket, rank: The bucket, and the rank that executes the program.
-        batches, batch_numel: Batches of the matrices that this rank owns, and number of elements of their buffer.
+        batches, batch_numel: Batches of the matrices that this rank owns, and the size of their buffer in elements.
         own: This rank's tiles of matrices that it owns, with their places in the buffer of batches.
         gather, scatter, relay: The exchanges; `relay` is None if no matrix of the bucket needs one.
     """
@@ -136,16 +140,17 @@ class Program:
         return sum(len(batch.items) for batch in self.batches)
 
 
-_Part = tuple[int, Tile, int]  # parameter, tile, index into its `Spec.kept` (-1: a tile of the parameter itself)
+_Part = tuple[int, Tile, int]  # parameter, tile, index of a state tensor in `Spec.kept` (-1: the parameter itself)
 _Phase = Literal["scatter", "relay"]
-# (phase, True if sent or False if received, rank at the other end) -> result parts of one rank.
+# (phase, True if sent or False if received, rank at the other end) -> parts of results that one rank sends or receives.
 _Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
 
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-    """Make the program of one rank for a bucket. `missing`: parameters without a gradient in this step, left out."""
+    """Make the program of one rank for a bucket. `missing`: parameters that have no gradient in this step and are left
+    out."""
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes side by side, so that copies can be merged
+    numbers.sort(key=lambda n: _batch_key(plan, n))  # group equal shapes, so that their copies can be merged
     items = [plan.items[n] for n in numbers]
     batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
     own, ways = list[_Part](), _Ways(list)
@@ -157,12 +162,13 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
                 ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
 
     def in_batches(param: int, tile: Tile) -> BufferPlace:
-        """Place of a tile of an owned matrix in the buffer of batches."""
+        """Return the place of a tile of an owned matrix in the buffer of batches."""
         offset, strides = tile.in_matrix(plan.specs[param].layout.view)
         return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
     def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-        """Make an exchange of results. `before`: tiles received in the previous exchange, to be passed on."""
+        """Make an exchange of results. `before`: tiles received in the previous exchange, some of which are passed on.
+        `kept`: include state values per matrix."""
         sent, out, told = _packed(ways, phase, True, bucket, kept)
         came, tiles, heard = _packed(ways, phase, False, bucket, kept)
         owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -185,14 +191,15 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
-    """Sort key of a bucket's items, for batches and wires."""
+    """Sort key of a bucket's matrices. Matrices that can be orthogonalized in one batch are equal in all but the
+    number."""
     item = plan.items[number]
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Key, int], int]:
-    """Lay out the owned matrices, sorted by batch key, in one buffer. Returns the batches, the offset of each matrix,
-    and the buffer's size in elements."""
+    """Place the matrices that this rank owns, sorted by `_batch_key`, in one buffer. Returns the batches, the offset of
+    each matrix, and the buffer's size in elements."""
     found, slots, end = list[Batch](), dict[Key, int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)
@@ -204,12 +211,13 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:
-    """Yield at least all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part).
-    An owner "sends" the parts that it stores to itself."""
+    """Yield all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part). Parts
+    that an owner stores itself have the owner as sender and receiver. Parts that do not concern the rank may be yielded
+    as well."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    if rank != item.owner_for(layout, rank):  # it communicates with its owner and with ranks that store the same pieces
+    if rank != item.owner_for(layout, rank):  # it relays results only to ranks that store its pieces
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:
@@ -220,7 +228,7 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
-            # state comes from the sender of the keeper's first tile, or from the owner if it stores no tile
+            # a rank receives the state from the sender of its first tile, or from the owner if it stores no tile
             owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
@@ -232,8 +240,9 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
-    """Lay out the parts that a rank sends or receives on a wire, by the rank at the other end, tiles before stage state
-    (left out unless `kept`). Returns the number of elements for each rank, the tiles, and the stage state."""
+    """Place the parts that a rank sends or receives in the buffer of an exchange: ordered by the rank at the other end,
+    with tiles before state values per matrix, which are left out unless `kept`. Returns the number of elements for each
+    rank, the tiles, and the state values."""
     at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
     for other in bucket.ranks:
         first = at
@@ -249,26 +258,27 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """Copies of received tiles to their places in the send buffer of the next exchange."""
+    """Make the copies of received tiles to their places in the send buffer of the next exchange."""
     places = {(load.param, load.tile.key): load.place for load in came}
     found = ((to, places.get((to.param, to.tile.key))) for to in sent)
     return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
 
 
-# ------------------------------------------------------------------------------------------------ copies, few of them
+# ------------------------------------------------------------------------------------------------------ merging copies
 
 
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    """Merge copies into fewer ones with fewer dims.
+    """Merge copies into fewer copies with fewer dims.
 
-    Blocks of equal sizes and strides at equal distances on both sides become one block with a leading dim. Done twice:
-    first for the tiles of each sender, then across senders, each of which may send matrices of several shapes.
+    Blocks of equal sizes and strides at equal distances on both sides become one block with an additional leading dim.
+    Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
+    several shapes.
     """
     return tuple(_rows(_rows([_merged(copy) for copy in copies])))
 
 
 def _merged(copy: Copy) -> Copy:
-    """Simplify a copy: drop dims of size 1, and merge neighbouring dims that are contiguous on both sides."""
+    """Simplify a copy: drop dims of size 1, and merge neighboring dims that are contiguous on both sides."""
     dims: list[tuple[int, int, int]] = []
     for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
         if size == 1:
@@ -282,7 +292,7 @@ def _merged(copy: Copy) -> Copy:
 
 
 def _rows(copies: Iterable[Copy]) -> list[Copy]:
-    """Merge copies of equal sizes and strides that are at equal distances into one copy each."""
+    """Find copies of equal sizes and strides at equal distances, and merge each series of them into one copy."""
     forms = defaultdict[object, list[Copy]](list)
     for copy in copies:
         forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
@@ -290,8 +300,8 @@ def _rows(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
-    """Merge runs of copies of equal sizes and strides. Both offsets must increase within a run, so that no stride is
-    0."""
+    """Merge runs of equally spaced copies; all copies have equal sizes and strides. Both offsets must increase within a
+    run, so that no stride of the merged copy is 0."""
     steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
     first = 0
     while first < len(alike):

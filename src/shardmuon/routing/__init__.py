@@ -1,1 +1,2 @@
-"""Routing: sorts a model's parameters into Muon's and AdamW's by the model's structure, with reasons. Knows no plan."""
+"""Routing: assigns each parameter of a model to Muon or AdamW by the model's structure, and gives the reason. It does
+not depend on plans."""

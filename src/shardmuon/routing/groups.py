@@ -1,8 +1,8 @@
 """Routing: `param_groups(model)` returns the optimizer's groups, and a table with the reason for each parameter.
 
-Routing depends on what a parameter is (roles.py) and its position in the model (heads.py), never on its name; users
-correct it with overrides. Knows only the optimizer's option names and does not communicate: groups, their order and the
-table follow from the model's structure alone, so data-parallel ranks agree, before and after the model is sharded.
+Routing depends on what a parameter is (roles.py) and on its position in the model (heads.py), never on its name alone.
+Users correct it with overrides. The groups, their order and the table follow from the model's structure. So all
+data-parallel ranks get the same result without communication, before and after the model is sharded.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class RoutingRow:
     """A row of the routing table: one parameter, the optimizer it goes to, and the reason.
 
     Attributes:
-        name: The parameter's name, without the parts that DDP, `torch.compile` and activation checkpointing add.
+        name: The parameter's name, without the prefixes that DDP, `torch.compile` and activation checkpointing add.
         shape: The parameter's global shape.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes; empty for AdamW and frozen parameters.
         optimizer: "Muon", "AdamW" or "frozen".
-        reason: Why the parameter goes to this optimizer.
+        reason: Reason why the parameter goes to this optimizer.
     """
 
     name: str
@@ -66,8 +66,8 @@ class ParamGroups(list[dict[str, Any]]):
     """List of group dicts in the form of torch's optimizers, Muon's first. `str()` returns the routing table.
 
     Attributes:
-        rows: One `RoutingRow` for each parameter in model order, including frozen ones.
-        matched: AdamW's lr as a multiple of Muon's, if no `adamw_lr` was given; else None.
+        rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
+        matched: AdamW's lr as a multiple of Muon's lr if no `adamw_lr` was given; otherwise None.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class ParamGroups(list[dict[str, Any]]):
         return self._text(self.rows)
 
     def summary(self) -> str:
-        """The routing table with a single line for parameters that differ only in the numbers in their names."""
+        """Return a short routing table, with a single line for parameters that differ only in the numbers in their
+        names."""
         alike: dict[RoutingRow, list[str]] = {}
         for row in self.rows:
             alike.setdefault(replace(row, name=numbers_out(row.name)), []).append(row.name)
@@ -92,7 +93,7 @@ class ParamGroups(list[dict[str, Any]]):
         return self._text(rows)
 
     def _text(self, shown: Iterable[RoutingRow]) -> str:
-        """Table of these rows, and totals of all."""
+        """Make a text table of the rows in `shown`, followed by totals of all rows."""
         cells = [("name", "shape", "matrices", "optimizer", "reason")]
         for row in shown:
             counts = Counter(row.matrices).items()
@@ -122,26 +123,27 @@ def param_groups(
     overrides: Overrides | None = None,
     tp_group: Any = None,
 ) -> ParamGroups:
-    """Sort a model's parameters into Muon and AdamW groups by what they are.
+    """Assign a model's parameters to Muon and AdamW groups by their role in the model.
 
-    Every trainable parameter lands in exactly one group, by the rules of docs/routing.md. Parameters with equal options
-    share a group. Groups, and the parameters in them, follow model order; Muon's groups come first, and no group is
-    empty. If a choice may be wrong, a warning says which override settles it.
+    Every trainable parameter is in exactly one group, by the rules of docs/routing.md. Parameters with equal options
+    share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order. No group
+    is empty. If a choice may be wrong, a warning names the override that confirms or corrects it.
 
     Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``) or
     `torch.compile`.
 
     Args:
-        model: The model, not just its parameters: only modules tell what a parameter is.
+        model: The model, not just its parameters, because only modules tell what a parameter is.
         lr: Learning rate of Muon's groups. Required.
         adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's,
             see docs/learning_rate.md; the table shows it as a multiple of `lr`.
-        weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; change that in the
-            groups.
-        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. None: the optimizer's own.
+        weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
+            returned groups.
+        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. None: the optimizer's own setting.
         overrides: (pattern, choice) pairs; the first match wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
-            ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``; without ``use_muon`` it does not change the routing.
+            ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``. A dict without ``use_muon`` does not change the
+            routing.
         tp_group: Tensor-parallel process group over which plain parameters are sharded, see docs/tensor_parallel.md.
 
     Returns:
@@ -186,7 +188,7 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
-            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # only its numbers and lr scale
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # check numbers and lr scale
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
@@ -211,7 +213,7 @@ def param_groups(
 
 
 def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
-    """AdamW's lr, as a multiple of Muon's, at which the updates of both have the same root mean square.
+    """Compute the lr of AdamW, as a multiple of Muon's lr, at which the updates of both have the same root mean square.
 
     An orthogonalized matrix has singular values near 1, so the squares of its entries add up to min(rows, cols).
 
@@ -224,26 +226,26 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # rounded, so that 1 is exact
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}") if total else 1.0  # rounding makes 1 exact
 
 
 _ADAMW_RMS = 0.2  # root mean square of AdamW's updates, in units of its lr, see docs/learning_rate.md
 
 
-# ------------------------------------------------------------------------------------------------------ of Muon(model)
+# --------------------------------------------------------------------------------------------------------- Muon(model)
 
 
 def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """Route a module with `shardmuon.param_groups`; return anything else unchanged.
+    """Make parameter groups from a module with `shardmuon.param_groups`; return anything else unchanged.
 
     Args:
         params: The optimizer's first argument: a module, parameters or groups.
         defaults: The optimizer's options.
-        given: Options for `param_groups` alone, such as `overrides`; None: not given.
+        given: Options that only `param_groups` takes, such as `overrides`. A value of None means not given.
 
     Raises:
-        TypeError: Options for `param_groups` are given without a module, where they would have no effect.
-        ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
+        TypeError: Options for `param_groups` are given without a module, so they would have no effect.
+        ValueError: `param_groups` chose AdamW's lr for another learning-rate scale than this optimizer's.
     """
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
@@ -272,7 +274,7 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
     return params
 
 
-_LOW_RATE = 2e-3  # an lr below this is AdamW's size; with Muon's default scale matrices would train far too slowly
+_LOW_RATE = 2e-3  # a lower lr is typical of AdamW; with Muon's default scale, matrices would train far too slowly
 
 
 # ------------------------------------------------------------------------------------------------------- overrides
@@ -282,9 +284,9 @@ class Rule(NamedTuple):
     """An override of the routing, as parsed from the user's argument.
 
     Attributes:
-        pattern: The glob or predicate that the user wrote.
+        pattern: Glob or predicate that the user gave.
         label: Text of the pattern, for messages.
-        options: Group options; they contain `use_muon` if the override routes parameters.
+        options: Group options. They contain `use_muon` if the override assigns parameters to Muon or AdamW.
     """
 
     pattern: Pattern
@@ -292,11 +294,11 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        """True if the pattern matches a parameter in any of its places."""
+        """True if the pattern matches a parameter in any of its places in the model; shared parameters have several."""
         return any(self.fits(place.name, param, place.module) for place in places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
-        """True if the pattern matches a parameter under this name and in this module."""
+        """True if the pattern matches a parameter with this name in this module."""
         return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
 
@@ -304,7 +306,7 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
     """Check a user's overrides and convert them to rules.
 
     Raises:
-        TypeError: The overrides are not pairs, or come in a set, which has no order.
+        TypeError: The overrides are not pairs, or they are in a set, which has no order.
         ValueError: A choice is not "muon", "adamw" or a dict, or names a group option that does not exist.
     """
     refuse_sets("overrides, of which the first that matches wins,", overrides, "a dict, or a list of pairs")
@@ -337,10 +339,10 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
 
 
 def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[RoutedParam], list[str]]:
-    """Route every parameter.
+    """Assign every parameter of a model to Muon or AdamW.
 
     Returns:
-        All parameters, each once, in model order; and a text for each choice that may be wrong.
+        All parameters in model order, each of them once, and a warning text for each choice that may be wrong.
     """
     found = find_places(model)
     for rule in rules:
@@ -371,7 +373,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 
 
 def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> RoutedParam:
-    """A parameter with its role, and with the override or `p.use_muon` that applies to it."""
+    """Determine the role of a parameter, and the override or attribute `use_muon` that applies to it."""
     name = places[0].name
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
     given = rule.options
@@ -389,14 +391,15 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = role_of(places, shape)
-    settled = given.get("use_muon", getattr(param, "use_muon", None))  # `p.use_muon`: DeepSpeed's convention
+    settled = given.get("use_muon", getattr(param, "use_muon", None))  # DeepSpeed, too, marks parameters by `use_muon`
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
     return RoutedParam(param, places, shape, role, rule.label, given, settled)
 
 
 def _check_usable(w: RoutedParam) -> None:
-    """Raise ValueError for a parameter that cannot be read as matrices, or with options of the other optimizer."""
+    """Raise ValueError if a parameter cannot be read as matrices, or if an override sets options of the optimizer that
+    does not get the parameter."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.given
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
@@ -413,17 +416,18 @@ def _check_usable(w: RoutedParam) -> None:
 
 
 def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
-    """The group options of a Muon parameter, and (rows, cols) of its matrices. Errors give the parameter's name."""
+    """Return the group options of a Muon parameter, and (rows, cols) of each of its matrices. Error messages contain
+    the parameter's name."""
     view = {**VIEW_DEFAULTS, **w.role.view}
     splits = ("split_sizes", "split_groups")
-    if any(key in w.given for key in splits):  # the user's splits replace those of the module's type
+    if any(key in w.given for key in splits):  # the user's splits replace those that the module's type implies
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
     try:
         matrices = matrix_view(w.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
-    if isinstance(view["split_sizes"], list):  # groups are compared by their options
+    if isinstance(view["split_sizes"], list):  # groups are formed by the text of options, so use one form
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
     changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}

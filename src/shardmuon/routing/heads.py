@@ -1,21 +1,21 @@
 """Second pass over a model's parameters: finds output heads, routers and experts, and choices that may be wrong.
 
 [Note: output heads]
-    An output head turns features into one number per vocabulary entry; like an embedding's, each of its rows belongs to
-    one entry. Nothing in torch marks heads, so these rules apply in order:
+    An output head turns features into one number per vocabulary entry, so each of its rows belongs to one entry, as in
+    an embedding. Nothing in torch marks heads, so these rules apply in order:
     1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
        `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
-       `num_labels` (Hugging Face's classifiers), the last linear layer with that many rows.
-    2. Let V be the number of rows of an embedding (only of those that `get_input_embeddings()` names, if it does:
-       tables of positions or token types are no vocabularies), and let nothing in the model read V features (no layer
-       with V inputs, no norm or embedding of width V). Then a linear layer with V rows outputs logits, and is a head.
-       Within a repeated block this holds only for the block's last matrix: in a byte-level model, 4 key-value heads of
-       64 also make 256 rows.
-    3. If the model names no head and none has been found, V may also be a width of the model (256 bytes, width 256):
-       then the head is the last linear layer with V rows outside of the repeated blocks. Without such a layer, the head
-       is the linear layer of the model's last module, if that comes after repeated blocks: a classifier, whatever its
-       number of labels.
-    If the choice may be wrong, a text is returned that says what was chosen and which override settles it.
+       `num_labels` (Hugging Face's classifiers), the last linear layer with `num_labels` rows.
+    2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer has V inputs,
+       no norm or embedding has width V). Then a linear layer with V rows outputs logits, and is a head. If
+       `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
+       vocabularies. Within a repeated block, the rule holds only for the block's last matrix: in a byte-level model,
+       4 key-value heads of 64 also make 256 rows.
+    3. If the model names no head and none has been found, V may also be a width of the model (256 bytes, width 256).
+       The head is then the last linear layer with V rows outside of the repeated blocks. If there is no such layer, the
+       head is the linear layer of the model's last module, provided that this module comes after repeated blocks. It is
+       then a classifier with any number of labels.
+    If the choice may be wrong, a warning says what was chosen and which override confirms or corrects it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class RoutedParam:
-    """A parameter and its routing, filled in step by step.
+    """A parameter and the choice of its optimizer, filled in step by step.
 
     Attributes:
         param, places, shape, role: The parameter, its places in the model, its global shape and its role.
         override, given: Text of the matching override ("" for none), and the options that it sets.
-        settled: The user's choice of `use_muon`, by an override or as `p.use_muon`; None: no choice.
-        use_muon, reason: True for Muon, False for AdamW; and why.
+        settled: The user's choice of `use_muon`, by an override or as attribute `p.use_muon`; None: no choice.
+        use_muon, reason: True for Muon, False for AdamW; and the reason for the choice.
         options: Options of the parameter's group.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes.
     """
@@ -74,7 +74,7 @@ class RoutedParam:
 
     @property
     def is_open(self) -> bool:
-        """True if the parameter is trainable and the user has not routed it."""
+        """True if the parameter is trainable and the user has not chosen its optimizer."""
         return self.settled is None and self.param.requires_grad
 
 
@@ -82,14 +82,14 @@ class RoutedParam:
 
 
 def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[str, str], list[str]]:
-    """Find the output heads among matrices. See [Note: output heads].
+    """Find the matrices that are output heads, by the rules of [Note: output heads].
 
     Args:
         model: The model.
-        weights: All parameters of the model in model order, including frozen ones.
+        weights: All parameters of the model in model order, including frozen parameters.
 
     Returns:
-        Parameter's name -> reason, for each head; and a text for each choice that may be wrong.
+        Parameter name -> reason, for each head; and a warning text for each choice that may be wrong.
     """
     blocks, doubts = _Blocks(weights), list[str]()
     named = _answers(model, "get_output_embeddings", "get_classifier")
@@ -103,7 +103,7 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
         tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
     known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads so far
-    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads that the user has named
+    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads chosen by the user
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
     read = {size for w in weights for size in w.role.reads}
     for size in [size for size in sizes if size not in read]:
@@ -126,8 +126,8 @@ def find_heads(model: nn.Module, weights: Sequence[RoutedParam]) -> tuple[dict[s
 
 
 def _doubt_of_heads(found: Sequence[RoutedParam]) -> list[str]:
-    """Return a warning about output heads that may be hidden layers, as a list of at most one text; empty if the user
-    has routed all of them."""
+    """Make a warning about output heads that may be hidden layers. Returns a list of at most one text, which is empty
+    if the user has chosen the optimizer of all these parameters."""
     names = [w.name for w in found if w.is_open]
     return [
         f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "
@@ -142,15 +142,15 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
     """Call these methods on all modules that have them, and collect the parameters in the results.
 
     Returns:
-        id of a parameter -> name of the method. A result of None (no such parameter) counts as an answer and adds
-        `id(None)`, so that the dict is empty only if no module has the methods.
+        id of a parameter -> name of the method that returned it. If a method returns None (the model has no such
+        parameter), the dict gets the key `id(None)`, so that it is empty only if no module has the methods.
     """
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            except (NotImplementedError, AttributeError, TypeError):  # missing, not implemented, or another method
+            except (NotImplementedError, AttributeError, TypeError):  # missing, abstract, or of another meaning
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
                 found |= {id(p): hook for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
@@ -163,8 +163,8 @@ def _is_tied(table: RoutedParam) -> bool:
 
 
 def _with_labels(linear: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, str]:
-    """Classifiers, name -> reason: in each module with an attribute `num_labels`, the last linear layer with that many
-    rows."""
+    """Find the classifiers in modules with an attribute `num_labels`: the last linear layer with `num_labels` rows.
+    Returns parameter name -> reason."""
     apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
     found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}
@@ -172,9 +172,9 @@ def _with_labels(linear: Sequence[RoutedParam], blocks: _Blocks) -> dict[str, st
 
 
 class _Blocks:
-    """Repeated blocks of a model: modules with two or more matrices, in a ModuleList or beside a sibling of their type.
-
-    Containers do not count as siblings of one type: a decoder's layers and its extra heads may both be ModuleLists.
+    """Repeated blocks of a model: modules with two or more matrices that are in a ModuleList or have a sibling of the
+    same type. Containers do not count as siblings of the same type, since a decoder's layers and its extra heads may
+    both be ModuleLists.
 
     Attributes:
         paths: Names of the blocks.
@@ -190,22 +190,23 @@ class _Blocks:
         self.paths = {
             path for path, one in types.items() if counts[one] > 1 or isinstance(around.get(one[0]), nn.ModuleList)
         }
-        self._last_matrix = {path: weight for place, weight in matrices for path, _ in place.paths}  # of each module
+        # module path -> the last matrix in the module
+        self._last_matrix = {path: weight for place, weight in matrices for path, _ in place.paths}
         self._last_module = places[-1][0].module if places else None
 
     def around(self, weight: RoutedParam, tables: Iterable[Place] = ()) -> str | None:
-        """Name of the outermost block around a matrix, or None. A module that also holds one of `tables` (embeddings)
-        is a model of its own, not a block."""
+        """Find the name of the outermost repeated block that contains a matrix, or None. A module that also contains
+        one of `tables` (embeddings) is a complete model and does not count as a block."""
         models = {path for table in tables for path, _ in table.paths}
         return next((p for p, _ in weight.places[0].paths if p in self.paths and p not in models), None)
 
     def is_end(self, weight: RoutedParam, tables: Iterable[Place]) -> bool:
-        """True if a matrix is in no block, or is the last matrix of its block."""
+        """True if a matrix is in no repeated block, or is the last matrix of its block."""
         block = self.around(weight, tables)
         return block is None or self._last_matrix[block] is weight
 
     def is_last(self, weight: RoutedParam) -> bool:
-        """True if a parameter belongs to the model's last module that has parameters, and this is in no block."""
+        """True if a parameter belongs to the last module with parameters, and this module is in no repeated block."""
         return any(place.module is self._last_module for place in weight.places) and not self.around(weight)
 
 
@@ -215,13 +216,13 @@ class _Blocks:
 def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
     """Find the matrices that choose among experts, and change their roles to "router".
 
-    A router has as many rows as there are experts, is a sibling of them or of a module around them, and has the same
-    input width. Experts are a stack (E, M, N), or a list of E modules that contain only linear layers (unlike a list of
-    a model's blocks, which have norms, too).
+    A router has as many rows as there are experts and the same input width. It is a sibling of the experts or of a
+    module that contains them. Experts are a stack (E, M, N), or a list of E modules that contain only linear layers
+    (unlike a list of transformer blocks, which also have norms).
 
     Returns:
-        Stack's name -> reason, for stacks that are recognized by shape alone and confirmed by a router: the router's
-        input width is the last dim (the inputs) of the first stack that has this width in either dim.
+        Parameter name -> reason, for stacks that only their shape suggests to be experts and that a router confirms.
+        The router's input width must be the last dim (the inputs) of the first stack that has this width in either dim.
     """
     stacks: dict[nn.Module, list[RoutedParam]] = {}
     for w in weights:
@@ -245,7 +246,8 @@ def find_experts(weights: Sequence[RoutedParam]) -> dict[str, str]:
 
 
 def _beside(weight: RoutedParam) -> Iterator[nn.Module]:
-    """The three nearest modules around the one that holds a weight, and their children on other branches."""
+    """Yield the three nearest ancestors of the module that holds a weight, and the ancestors' other children, which do
+    not contain the weight."""
     for place in weight.places:
         for below, module in place.owners[1:4]:
             yield module
@@ -253,8 +255,8 @@ def _beside(weight: RoutedParam) -> Iterator[nn.Module]:
 
 
 def _is_list_of(module: nn.Module, shape: Ints) -> bool:
-    """True if a module is a list of as many experts as a weight has rows, each made of linear layers, with one of the
-    weight's input width."""
+    """True if a module is a list of experts that a weight of this shape could choose among: one expert per row, each
+    made of linear layers, at least one of which has the weight's input width."""
     if not isinstance(module, nn.ModuleList) or len(module) != shape[0]:
         return False
     holders = [[m for m in expert.modules() if m._parameters] for expert in module]
@@ -262,12 +264,12 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
     return linear and all(len(h) > 1 and shape[1] in [m.in_features for m in h] for h in holders)
 
 
-# ------------------------------------------------------------------------------------------------------------- doubts
+# ----------------------------------------------------------------------------------------------------------- warnings
 
 _UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
-# For each kind of parameter that was recognized by shape alone: (warning text: what the parameter may be and which
-# optimizer it went to, the override that confirms that, overrides for the alternatives)
+# Kind of parameter that was recognized by shape alone -> (text that says what the parameter may be and which optimizer
+# gets it, override that confirms the choice, text with overrides for the alternatives)
 _DOUBTS = {
     "broadcast": (
         " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "
@@ -294,7 +296,7 @@ _DOUBTS = {
 
 
 def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[str]:
-    """Warning texts on parameters that were routed by shape alone, one for each kind of parameter.
+    """Make warning texts about parameters whose optimizer was chosen by shape alone. Similar parameters share one text.
 
     Args:
         weights: All parameters of the model.
@@ -317,9 +319,9 @@ def doubts_of(weights: Sequence[RoutedParam], known: Collection[str]) -> list[st
 
 
 def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
-    """True if a (1, M, N) parameter is certainly a table, such as position embeddings: its rows are as wide as a norm,
-    and no other (1, M, N) parameter of its module could be multiplied with it, as the two matrices of a single expert
-    could."""
+    """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
+    expert: its rows are as wide as a norm, and no other (1, M, N) parameter of its module has a shape that could be
+    multiplied with it."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False
@@ -328,5 +330,5 @@ def _is_positions(weight: RoutedParam, weights: Sequence[RoutedParam]) -> bool:
 
 
 def _override(names: Iterable[str], choice: str) -> str:
-    """Source text of the overrides that route these parameters by a choice."""
+    """Make the source code of an `overrides` argument that gives all these parameters the same choice."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

@@ -2,12 +2,12 @@
 
 [Note: what a type says]
     The type and size attributes of a framework's module tell what the model's structure cannot: that rows are q, k and
-    v, that a weight is stored transposed, that a parameter holds decay rates. Types are matched by class name along the
-    MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes have the same name.
-    A fused weight is split by default where type and sizes make the parts certain: the sizes are read from the module
-    and must add up to the weight's. It then gets the update that its parts would get if stored separately, as other
-    models do. Nothing is split if the sizes do not add up, or if only the name suggests fused parts and the type is not
-    listed: the routing table then says "fused?", with the override to write.
+    v, that a weight is stored transposed, or that a parameter holds decay rates. Types are matched by class name along
+    the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes have the same
+    name. A fused weight is split by default if type and sizes make the parts certain: the sizes are read from the
+    module and must add up to the size of the weight. It then gets the same update as if its parts were stored
+    separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts and the type
+    is not in this table. The routing table then says "fused?", with the override to write.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardmuon.layout.views import Ints, matrix_view
 _View = Mapping[str, Any]  # options of `matrix_view`
 _Kind = Literal[
     "linear",  # one matrix; rows are outputs
-    "matrices",  # one or more matrices, read according to the module's type
-    "bare",  # one matrix, judged by shape alone: the module's type is unknown
+    "matrices",  # one or more matrices, as the module's type tells
+    "bare",  # one matrix, judged by shape alone, because the module's type is unknown
     "stack",  # several matrices, judged by shape alone
     "embedding",
-    "router",  # one matrix; its rows choose experts
+    "router",  # one matrix, whose rows choose experts
     "norm",
     "entries",  # not a linear map: vectors, tables, rates, biases of experts
     "broadcast",  # (1, M, N): a table, or a stack of one expert
@@ -42,16 +42,16 @@ _Kind = Literal[
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a parameter in its model: how to read it as matrices, or why it cannot be read so.
+    """The role of a parameter in its model, and how to read the parameter as matrices.
 
     Attributes:
         kind: "linear", "embedding", "norm" etc., see `_Kind`.
-        reason: Text for the routing table on why the parameter goes to Muon or AdamW; for "unclear" and "unknown", what
-            is wrong and what to do.
-        view: Options of `matrix_view` that read the parameter as matrices. May be set for AdamW's parameters, too, in
-            case the user moves them to Muon.
-        reads: Known input widths of the parameter (numbers of features).
-        decays: True if AdamW applies weight decay; it never does to 1-D parameters.
+        reason: Text for the routing table that says why the parameter goes to Muon or AdamW. For "unclear" and
+            "unknown", text that says what is wrong and what to do.
+        view: Options of `matrix_view` that read the parameter as matrices. AdamW's parameters may have them as well, in
+            case the user assigns them to Muon.
+        reads: Input widths (numbers of features) of the parameter, as far as they are known.
+        decays: True if AdamW applies weight decay to the parameter; it never does to 1-D parameters.
         remark: Text that is added to the reason if Muon gets the parameter by default, such as a "fused?" hint.
     """
 
@@ -70,15 +70,15 @@ class Role:
 
 @dataclass(frozen=True)
 class _Preset:
-    """Entry of the preset table: one weight of a module type.
+    """Entry of the preset table, which describes one weight of a module type.
 
     Attributes:
         types: Globs for class names, or for module and class name. One must match a class in the module's MRO.
         weight: Glob for the parameter's name relative to the module.
         what: Reason shown in the routing table.
-        view: Function of the module and the weight's global shape (the parameter itself may be a placeholder) that
-            returns the options of `matrix_view`. If it raises, or its sizes do not fit, the module is another one with
-            the same name and the entry is skipped.
+        view: Function that returns the options of `matrix_view`. Its arguments are the module and the weight's global
+            shape, because the parameter itself may be a placeholder. If it raises an error, or if the sizes do not fit,
+            the entry is skipped, since the module must be an unrelated class with the same name.
         kind: "matrices", "entries" etc., see `_Kind`.
         decays: True if AdamW applies weight decay.
         has: Attributes that the module must also have.
@@ -94,13 +94,14 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """View options for a weight made of parts of these sizes in order, the whole sequence repeated `repeats` times."""
+    """Make view options for a weight that consists of parts of these sizes in order. The whole sequence of parts is
+    repeated `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
 
 
 def _rows(num: int) -> Callable[[Any, Ints], _View]:
-    """A preset's `view` for a weight of `num` equal parts."""
+    """Make the `view` function of a preset for a weight of `num` equal parts."""
     return lambda _, shape: _split((shape[0] // num,) * num)
 
 
@@ -112,19 +113,20 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    is_inputs_first = getattr(experts, "is_transposed", named)  # (E, inputs, outputs)
+    is_inputs_first = getattr(experts, "is_transposed", named)  # stored as (E, inputs, outputs)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 
 
 def _gate_up(experts: Any, shape: Ints) -> _View:
-    """View options for experts' fused gate and up projections, stored one after the other or interleaved."""
+    """Make view options for experts' fused gate and up projections, which are stored one after the other or
+    interleaved."""
     view = _stack(experts, shape)
     size = shape[2 if "transposed" in view else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
     return {**view, **(_split((1, 1), size) if by_turns else _split((size, size)))}
 
 
-_TIMM = (  # timm has a dozen classes called Attention; in these, rows are all of q, then all of k, then all of v
+_TIMM = (  # timm has a dozen classes named Attention; those listed store all rows of q, then k, then v
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
     "timm.models.beit.Attention",
@@ -143,7 +145,7 @@ _DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 _MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
 _EXPERTS = ("*Experts",)
-_WORDS = ("is_transposed", "is_concatenated")  # attributes by which transformers' experts say how they are stored
+_WORDS = ("is_transposed", "is_concatenated")  # attributes of transformers' experts that tell how weights are stored
 _KNOWN_EXPERTS = (
     *("Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts", "MixtralExperts", "DeepseekV3Experts"),
     *("GptOssExperts", "Llama4TextExperts"),
@@ -241,7 +243,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # experts; those of transformers have attributes that say how they are stored
+    # experts: known classes, and other classes with transformers' attributes that tell how weights are stored
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
@@ -273,7 +275,8 @@ _PRESETS: tuple[_Preset, ...] = (
 
 
 def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | None:
-    """Look a parameter up in the preset table. Entries for outer modules take precedence over those for inner ones.
+    """Look up a parameter in the preset table. Entries for outer modules take precedence over entries for inner
+    modules.
 
     Args:
         owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
@@ -309,33 +312,35 @@ def _read(preset: _Preset, module: nn.Module, shape: Ints) -> Role | None:
     return Role(preset.kind, preset.what, view, inputs, preset.decays)
 
 
-# Names that often mean fused parts, and the parts. They only add a remark to the routing table.
+# Names that often mean fused parts, and the parts. A match only adds a remark to the routing table.
 _HINTS = (
     (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
     (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
-    (re.compile(r"Wi"), "gate up"),  # ModernBERT's; T5's wi is one matrix
+    (re.compile(r"Wi"), "gate up"),  # ModernBERT; case matters, as T5's wi is one matrix
     (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
     (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
 )
 
 
 def numbers_out(name: str) -> str:
-    """Replace the numeric parts of a parameter's name by "*": a glob for the same weight in all layers."""
+    """Replace the numeric parts of a parameter's name by "*", to get a glob for the same weight in all layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fused_parts(name: str) -> tuple[str, ...] | None:
-    """The fused parts that a weight's name suggests, in order; (): unknown parts; None: no fused parts."""
+    """Return the fused parts that a weight's name suggests, in order. (): parts are likely but unknown. None: the name
+    suggests no fused parts."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
 
 def fused_hint(name: str, shape: Ints) -> str:
-    """Remark for the routing table if a matrix's name suggests fused parts, with the override that splits them; else
-    "".
+    """Make a remark for the routing table if a matrix's name suggests fused parts, with the override that splits them.
+    Returns "" otherwise.
 
     A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
-    override for one order would mix rows of different heads in the other, so the remark names its order.
+    override for one order would mix rows of different heads in the other order, so the remark names the order that it
+    assumes.
 
     Args:
         name: Name of the weight.

@@ -1,8 +1,8 @@
 """The role of each parameter in a model: an embedding, a norm, a matrix, several fused matrices, or unknown.
 
-Reads only the model: the module that holds a parameter, the enclosing modules, other modules that share the parameter,
-and its global shape. presets.py knows more about well-known module types; heads.py then finds output heads and experts.
-Knows nothing of users' overrides, learning rates or groups.
+The role depends only on the model: the module that holds a parameter, the enclosing modules, other modules that share
+the parameter, and its global shape. It does not depend on overrides, learning rates or groups. presets.py knows more
+about well-known module types; heads.py then finds output heads and experts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _NORMS = (
     nn.GroupNorm,
     nn.modules.batchnorm._NormBase,  # BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
 )
-_Convolution = nn.modules.conv._ConvNd  # also transposed ones
-# Attributes with the number of rows of a linear layer's weight: torch's and Transformer Engine's, then Megatron's two.
+_Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
+# Attributes that hold the number of rows of a linear layer's weight: `out_features` in torch and TransformerEngine, the
+# other two in Megatron.
 _NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
-# Names that wrappers put between a module and its parameters: torch.compile, FSDP1, activation checkpointing.
+# Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Wrappers of torch and Megatron that store the model as `module`; matched by name, so Megatron need not be installed.
 _KEEP_A_MODULE = (
@@ -41,13 +42,13 @@ _KEEP_A_MODULE = (
 
 
 class Place(NamedTuple):
-    """One place of a parameter in a model. A shared parameter has several.
+    """One place of a parameter in a model. A shared parameter has several places.
 
     Attributes:
         order: Position in model order.
         name: Full name of the parameter, without the parts that wrappers add, so that overrides match with and without
             them.
-        leaf: Attribute name of the parameter in its module, looking through parametrizations.
+        leaf: Attribute name of the parameter in its module; for a parametrized weight, the name of the weight.
         owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
     """
 
@@ -58,7 +59,7 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> nn.Module:
-        """The module that has the parameter as its own weight."""
+        """The innermost module that contains the parameter."""
         return self.owners[0][1]
 
     @property
@@ -67,7 +68,7 @@ class Place(NamedTuple):
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
-# --------------------------------------------------------------------------------------------- where parameters are
+# ------------------------------------------------------------------------------------------- places of parameters
 
 
 def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
@@ -90,7 +91,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
             except ValueError as wrong:
                 raise ValueError(f"{name}: {wrong}") from None
             parts = path.split(".") if path else []
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
+            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
                 *parts, _, leaf = parts
             above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
             owners = tuple((name[len(at) + 1 :] if at else name, modules[at]) for at in above)
@@ -100,7 +101,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
 
 
 def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for every module in model order. A wrapper and the module in it get the same name."""
+    """Yield (name, module) for every module in model order. A wrapper and the wrapped module get the same name."""
     yield name, module
     keeps = any(t.__name__ in _KEEP_A_MODULE for t in type(module).__mro__)
     for key, child in module._modules.items():
@@ -117,9 +118,8 @@ def _joined(path: str, leaf: str) -> str:
 
 
 def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Ints, str]:
-    """The global shape of a parameter, and an error text if the shape cannot be known (else "").
-
-    `place`: group options that say how plain shards lie (`tp_group` etc.); the shards are assumed to be equal in size.
+    """Return the global shape of a parameter, and an error text if the shape is unknown (otherwise ""). `place`: group
+    options that tell how plain tensors are sharded (`tp_group` etc.); shards are assumed to have equal sizes.
     """
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
@@ -142,21 +142,22 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
 
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
-    """True if a parameter is a shard of a Megatron layer: its `output_size` is not `output_size_per_partition`."""
+    """True if a parameter is marked as a tensor-parallel shard (`tensor_model_parallel`), unless the sizes of its
+    Megatron layer show that it is whole: `output_size` equals `output_size_per_partition`."""
     suffix = "_per_partition"
     parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
     is_whole = bool(parts) and all(getattr(module, key, None) == size for key, size in parts.items())
     return bool(getattr(param, "tensor_model_parallel", False)) and not is_whole
 
 
-# ------------------------------------------------------------------------------------------------ what they are
+# --------------------------------------------------------------------------------------------------------- roles
 
 
 def role_of(
     places: Sequence[Place],
     shape: Ints,  # global
 ) -> Role:
-    """The role of a parameter, determined from all modules that hold it, in any order."""
+    """Determine the role of a parameter from all modules that contain it. Their order does not matter."""
     roles = [_role_at(place, shape) for place in places]
     tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]
     others = ", ".join(place.name for place in places[1:])
@@ -165,7 +166,7 @@ def role_of(
         if tables[0] is places[0]:
             reason = f"embedding, tied to {others}" if others else "embedding"
         return Role("embedding", reason, reads=shape[1:])
-    # A module of a known type tells more than one that merely keeps a reference to the same parameter.
+    # a module of a known type tells more than a module that merely has a reference to the same parameter
     known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
     first = known[0]
     if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
@@ -207,15 +208,15 @@ def is_table(module: nn.Module) -> bool:
 
 
 def _convolution(place: Place, shape: Ints) -> Role:
-    """The role of a convolution's kernel: one (out, in*k...) matrix per group of channels.
+    """Determine the role of a convolution's kernel: one (out, in*k...) matrix per group of channels.
 
-    A transposed convolution stores (in, out/groups, k...): flattened, this is the transpose of the map from the
-    features at a position to the patch that it writes. Orthogonalization commutes with transposition; only
-    learning-rate scales that distinguish rows from columns differ, for which users may set `transposed=True`.
+    A transposed convolution stores (in, out/groups, k...). Flattened, this is the transpose of the map from the
+    features at a position to the output patch. Orthogonalization commutes with transposition, so only learning-rate
+    scales that distinguish rows from columns change; users who need them can set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups
-    num_inputs = shape[0] // groups if module.transposed else shape[1]  # of each group
+    num_inputs = shape[0] // groups if module.transposed else shape[1]  # for each group
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
     # channels of different groups never mix: each group is a separate linear map
@@ -229,7 +230,8 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
-    """The role of a parameter of two or more dims in a linear layer or a module of unknown type, by its shape."""
+    """Determine the role of a parameter with two or more dims from its shape, in a linear layer or in a module of
+    unknown type."""
     module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
@@ -255,11 +257,11 @@ def _by_shape(place: Place, shape: Ints) -> Role:
 
 
 def num_text(count: int, what: str) -> str:
-    """A count with its noun, in the plural if needed: "1 matrix", "2,048 elements"."""
+    """Format a count with its noun, in the plural if needed: "1 matrix", "2,048 elements"."""
     many = "matrices" if what == "matrix" else f"{what}s"
     return f"{count:,} {what if count == 1 else many}"
 
 
 def by(shape: Sequence[int]) -> str:
-    """A shape as readable text: "3072x768"."""
+    """Format a shape as readable text: "3072x768"."""
     return "x".join(map(str, shape)) or "scalar"

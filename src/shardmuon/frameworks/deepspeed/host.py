@@ -1,24 +1,25 @@
-"""Step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
+"""Steps on ZeRO's flat partitions: the same optimizer, run on parts of matrices.
 
-DeepSpeed replaces parameters by flats (partitions.py). Each flat of matrices is stepped by a core of its own, whose
-parameters are shards: views of the flat. Momentum is as long as the flat and is state of the optimizer that DeepSpeed
-holds, so DeepSpeed finds, offloads and saves it like any other optimizer's state.
+DeepSpeed replaces the optimizer's parameters by flats, 1-D partitions that may split matrices (partitions.py). A
+separate optimizer core steps each flat that holds matrices. The parameters of the core are shards, which are views of
+the flat. Momentum is as long as the flat and belongs to the state of the optimizer that DeepSpeed holds, so DeepSpeed
+finds, offloads and saves it like any other optimizer's state.
 
 [Note: one vote before the first call]
     A training step makes several calls of `step()`. Before the first call changes anything, all ranks that share flats
     agree that options, momentum and partitions of every flat are valid, AdamW's flats included. A later error on one
-    rank ends the step like any other: the optimizer is broken, and ranks that wait for the failed one fail at once.
+    rank breaks the optimizer, as in any step, and ranks that wait for the failed rank fail at once.
 
 [Note: names of state]
-    DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
+    DeepSpeed's universal checkpoints know only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
     flat is called `exp_avg`. `exp_avg_sq` is a single zero expanded to the flat's shape, which takes no memory.
 
 [Note: what DeepSpeed loads]
-    `save_checkpoint` writes what a rank has in memory to a file as usual, and copies the rank's swap files. With NVMe
-    offload, `engine.load_checkpoint` copies the swap files back but does not read that file. So it always loses the
+    `save_checkpoint` writes a rank's state in memory to a file as usual, and copies the rank's swap files. With NVMe
+    offload, `engine.load_checkpoint` copies the swap files back but does not read the file. So it always loses the
     weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale. In a new
     process it also loses swapped state, because the optimizer has no state tensors yet to read the swap files into.
-    `load_checkpoint` below loads everything. `refuse_loaded` finds out if it was not used.
+    `load_checkpoint` in this file loads everything. `refuse_loaded` raises an error if it was not used.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ _Named = tuple[str, Tensor]
 
 
 class Flat(Core):
-    """Core that steps the matrices of one flat, with the options of the optimizer that DeepSpeed holds. Lives as long
-    as the flat.
+    """Optimizer core that steps the matrices of one flat, a 1-D partition made by ZeRO, with the options of the
+    optimizer that DeepSpeed holds. Lives as long as the flat.
 
     Attributes:
         index: Index of the flat's optimizer group.
-        is_muon: True for a flat of matrices; AdamW's flats are stepped whole.
-        swapped: True if DeepSpeed keeps the flat in files (NVMe) while it is not stepped.
-        parts: For each parameter: name, slice on this rank, and the tensor that is stepped, empty until `show`.
+        is_muon: True for a flat of matrices. False for a flat of AdamW's parameters, which is stepped as a whole.
+        swapped: True if DeepSpeed keeps the flat in files (NVMe) between steps.
+        parts: For each parameter: name, this rank's slice, and the tensor that is stepped, which is empty until `show`.
     """
 
     def __init__(
@@ -90,26 +91,28 @@ class Flat(Core):
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
-        """Parameter's name -> state of the parameter's part in this flat."""
+        """State of each parameter's part in this flat, by parameter name."""
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
-        """Names of the parameters whose part in the flat differs from the model's weights."""
+        """List the names of parameters whose part in the flat differs from the model's weights."""
         return [name for name, part, _ in self.parts if part.numel and differs_from_model(self.flat, part)]
 
     def show(self) -> None:
-        """Make the shards and their gradients views of the flat and its gradient, which DeepSpeed may have moved."""
+        """Make the shards and their gradients views of the flat and the flat's gradient. Call before each use, since
+        DeepSpeed may have moved them in memory."""
         flat, grad = self.flat.detach(), self.flat.grad
         for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
-        """Move the stages' state of these matrices out of `carried` into `states`, after momentum was loaded.
+        """Move the variant's state of this flat's matrices (such as NorMuon's second moments) out of `carried` into
+        `states`, after momentum was loaded.
 
         Args:
-            group: Group of the flat.
-            carried: Parameter's name -> loaded state of stages.
+            group: Optimizer group of the flat.
+            carried: Parameter name -> state that a checkpoint contained.
 
         Raises:
             ValueError: `carried` lacks state that the group's variant needs.
@@ -121,10 +124,11 @@ class Flat(Core):
 
 
 class DeepSpeedHost(Host):
-    """Host for DeepSpeed's engine. Active once DeepSpeed's flats are in the groups.
+    """Integration with DeepSpeed's engine. Active once DeepSpeed has replaced the parameters in the groups by its flat
+    partitions.
 
     Attributes:
-        groups: (group, named parameters) of each group, as the optimizer was made.
+        groups: For each optimizer group: the group, and the named parameters that it contained at first.
     """
 
     in_parts = True
@@ -135,19 +139,19 @@ class DeepSpeedHost(Host):
         self.groups: list[tuple[dict[str, Any], list[_Named]]] = []
         self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
         self._flats: dict[int, Flat] = {}  # id of a flat tensor -> its `Flat`; AdamW's flats included
-        self._unchecked = True  # weights may have been set from outside since the last step
-        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> stages' state that was loaded, not yet taken over
+        self._unchecked = True  # compare weights with the model's before the next step
+        self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded variant state, not yet in flats
         self._num_stepped = 0  # number of flats stepped in this training step
 
     @property
     def _params(self) -> list[Tensor]:
-        """Model parameters with which the optimizer was made."""
+        """Model parameters that the optimizer's groups contained at first."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Remember a group's parameters before DeepSpeed replaces them by flats."""
+        """Remember a group's parameters before DeepSpeed replaces them by flat partitions."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
@@ -159,19 +163,19 @@ class DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Stepped) -> None:
-        """Restore the groups to their state between steps. DeepSpeed does so itself only if a step succeeds."""
+        """Restore the groups to their state between steps. DeepSpeed itself does so only after a successful step."""
         core.param_groups = [group for group, _ in self.groups]
         if zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
 
     def _restore_options(self, core: Stepped) -> None:
-        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and take out the stages' state
-        that the groups carry.
+        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and take out variant state
+        (such as NorMuon's) that was saved in the groups.
 
         DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position; at stage 3 every
-        group gets those of the first. Also at stage 3, all sub-groups share one "step" tensor, which each of them
-        would increment for all.
+        group gets the options of the first. Also at stage 3, all sub-groups share one "step" tensor, which each
+        sub-group would increment for all.
         """
         carried = take_carried(group for group, _ in self.groups)
         if carried:
@@ -181,15 +185,15 @@ class DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # the options are another group's
+            if group.setdefault("param_names", names) != names:  # DeepSpeed assigned another group's options
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load`. Inside `load_checkpoint`, DeepSpeed's or the one below, run it on all ranks at once, and raise an
-        error of one rank on all of them, because DeepSpeed's own collectives follow. Elsewhere, and with
-        `pipeline_loading_checkpoint`, where the ranks load one after another, errors are not shared."""
+        """Run `load`. Inside DeepSpeed's `load_checkpoint` or this module's, all ranks run it together, and an error on
+        one rank is raised on all ranks, because DeepSpeed's own collectives follow. Elsewhere, and with
+        `pipeline_loading_checkpoint`, where ranks load one after another, errors are raised only where they occur."""
         frame = caller("load_checkpoint", "deepspeed", __name__)
         engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
         alone = engine is None or engine._config.zero_config.pipeline_loading_checkpoint
@@ -197,7 +201,7 @@ class DeepSpeedHost(Host):
             run_together(load, (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            if not alone:  # other ranks may have loaded their state, and all have loaded the model's weights
+            if not alone:  # other ranks may have loaded state, and all have new model weights
                 core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
             raise
 
@@ -206,20 +210,20 @@ class DeepSpeedHost(Host):
             self._restore_options(core)
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Put the state of variants' stages into the saved groups, because it does not fit into state tensors as long
-        as a flat."""
+        """Put variant state, such as NorMuon's, into the saved groups. It does not fit into the state that DeepSpeed
+        saves, whose tensors must be as long as a flat."""
         if self.is_active:
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # All in the first group, by name: from a universal checkpoint stage 3 loads only the first group's options.
+            # use the first group for all: from a universal checkpoint, stage 3 loads only the first group's options
             carry(saved["param_groups"][0], kept)
 
-    # ------------------------------------------------------------------------------------------------- who is asked
+    # ------------------------------------------------------------------------------------------------------ queries
 
     @property
     def is_active(self) -> bool:
-        """True if the groups hold flats."""
+        """True if DeepSpeed has replaced the parameters in the groups by its flat partitions."""
         return is_partitioned(self._params)
 
     @classmethod
@@ -227,7 +231,7 @@ class DeepSpeedHost(Host):
         return cls.clipping if is_partitioned(params) else None
 
     def plans(self, core: Stepped) -> tuple[Plan, ...]:
-        """Plans of all flats that have been stepped so far."""
+        """Return the plans of all flats that have been stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def plan(self, core: Stepped) -> Plan | None:
@@ -237,7 +241,7 @@ class DeepSpeedHost(Host):
         raise ValueError(_SEVERAL_PLANS)
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Parts of parameters in all flats, AdamW's flats included."""
+        """List the parts of parameters in all flats, AdamW's flats included."""
         if not self._flats:
             self._attach(core)
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -259,14 +263,15 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Refuse ZeRO 0 in half precision, recognized by its wrapper's first call of `step`, on zero gradients, which
-        only creates state."""
+        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. This
+        stage is recognized by its first call of `step`, which only creates state, with zero gradients."""
         return refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
         """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
         try:
-            if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
+            # a training step begins: see [Note: one vote before the first call]
+            if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component = 0, tuple(range(num_ranks()))
                 run_together(lambda: self._begin(core, fault))
                 self._unchecked = False
@@ -283,8 +288,8 @@ class DeepSpeedHost(Host):
             raise
 
     def _begin(self, core: Stepped, fault: Fault) -> None:
-        """Check all flats of this rank before the first update of a training step. Raises the first fault found;
-        weights are not changed."""
+        """Check all flats of this rank before the first update of a training step. Raises the first error found.
+        Weights are not changed."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -296,7 +301,7 @@ class DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # state of swapped flats is created when they are stepped, one sub-group at a time
+            if not known.swapped:  # swapped flats get their state when they are stepped, one at a time
                 self._state(core, known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
@@ -309,7 +314,7 @@ class DeepSpeedHost(Host):
             )
 
     def _attach(self, core: Stepped) -> None:
-        """Make a `Flat` for every flat tensor, after checking DeepSpeed's version and options."""
+        """Make a `Flat` for every flat partition, after checking DeepSpeed's version and options."""
         check_version()
         refuse_options(core.keeper, [group for group, _ in self.groups])
         refuse_params([pair for _, named in self.groups for pair in named])
@@ -325,9 +330,9 @@ class DeepSpeedHost(Host):
         self._flats = found
 
     def _refuse_unlike_model(self, stepped: set[int]) -> None:
-        """Raise ValueError if the fp32 weights that DeepSpeed steps differ from the model's. A swapped flat is compared
-        only if it is in `stepped`, the ids of the flats of this call; others may still be read from files
-        (`pipeline_read`)."""
+        """Raise ValueError if the fp32 weights that DeepSpeed steps differ from the model's. `stepped`: ids of the
+        flats of this call. Other flats are not compared if they are swapped, as DeepSpeed may still be reading them
+        from files (`pipeline_read`)."""
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
         wrong = [name for known in here for name in known.unlike_model()]
         if wrong:
@@ -339,8 +344,8 @@ class DeepSpeedHost(Host):
             )
 
     def _state(self, core: Stepped, known: Flat) -> dict[str, Any]:
-        """State of a flat, created as zeros if missing. DeepSpeed looks for state once, after the first flat was
-        stepped."""
+        """Return the state of a flat, created as zeros if missing. It must be complete when the first flat has been
+        stepped, because DeepSpeed looks for state only then."""
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
         if not known.is_muon:
@@ -349,7 +354,7 @@ class DeepSpeedHost(Host):
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
-            if not known.swapped:  # the swapper would write it to a file at full size
+            if not known.swapped:  # DeepSpeed would write the expanded tensor to a file at full size
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
         if state["exp_avg"].shape != flat.shape:
             raise ValueError(
@@ -359,8 +364,8 @@ class DeepSpeedHost(Host):
         return state
 
     def _step_flats(self, core: Stepped) -> None:
-        """Step the flats of this call. An error while a flat is prepared for its core reaches the other ranks in the
-        core's vote."""
+        """Step the flats of this call. If preparing a flat fails, the other ranks learn of the error in the vote of the
+        flat's core."""
         for group in core.param_groups:
             for flat in group["params"]:
                 known = self._flats[id(flat)]
@@ -388,23 +393,22 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Load a DeepSpeed checkpoint completely. Replaces `engine.load_checkpoint`, which loses state with NVMe offload,
-    see [Note: what DeepSpeed loads]. Collective over all ranks. Reads pickles: load only files you trust.
+    """Load a DeepSpeed checkpoint completely. Use this function in place of `engine.load_checkpoint`, which loses state
+    with NVMe offload. Collective over all ranks. It reads pickles, so load only files that you trust.
 
     Args:
         engine: Engine returned by `deepspeed.initialize`, with a `shardmuon.Muon` as optimizer.
         load_dir: Folder written by `engine.save_checkpoint` on the same number of ranks.
         tag: Tag of the checkpoint in the folder. Default: the latest.
-        options: Options of `engine.load_checkpoint`; with NVMe offload only `load_module_strict` and
-            `load_lr_scheduler_states`.
+        options: Options of `engine.load_checkpoint`. With NVMe offload, only `load_module_strict` and
+            `load_lr_scheduler_states` are allowed.
 
     Returns:
         Result of `engine.load_checkpoint`: (path, client state).
 
     Raises:
-        ValueError: The checkpoint does not fit on some rank. Raised on all ranks, before anything changes, except if
-            only the optimizer's state does not fit: then everything else has been loaded, and further steps are
-            refused.
+        ValueError: The checkpoint does not fit on some rank. Raised on all ranks, before anything changes. If only the
+            optimizer's state does not fit, however, everything else has been loaded, and further steps raise errors.
     """
     zero3 = engine.optimizer
     with made_public():
@@ -413,15 +417,15 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # reads the swap files again, now that state tensors exist
+        zero3.load_state_dict([saved] * num_ranks())  # read the swap files again, now that state tensors exist
         zero3.checkpoint_event_epilogue()
-        engine.loaded_checkpoint_dp_world_size = None  # see `refuse_loaded`
+        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `refuse_loaded` would raise an error
     return found
 
 
 def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read this rank's optimizer state dict, which DeepSpeed saved from memory; swapped tensors in it are replaced by
-    zeros. Raises ValueError if it or the saved swap files do not fit the engine's partitions."""
+    """Read the file with this rank's optimizer state dict, and replace empty tensors of swapped state by zeros. Raises
+    ValueError if the file or the saved swap files do not fit the engine's partitions."""
     unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
     if unknown or engine.load_universal_checkpoint():
         raise ValueError(
@@ -450,7 +454,7 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: replace them by zeros as placeholders
+    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: use zeros as placeholders
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

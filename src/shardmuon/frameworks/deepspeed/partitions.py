@@ -4,34 +4,34 @@ Every private attribute of DeepSpeed that shardmuon reads is in this file and in
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
-    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3), with the gradients reduced,
-    unscaled and clipped. Stages 1 and 2 call `step()` once per group with that group alone, stage 3 once per sub-group
-    with all other groups empty, the BF16 optimizer once. All ranks make the same calls in the same order. The
-    parameters that the optimizer was made with remain in the model. Their attributes tell where their elements are:
+    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flats are reduced,
+    unscaled and clipped. Stages 1 and 2 call `step()` once per group with only this group, stage 3 once per sub-group
+    with all other groups empty, and the BF16 optimizer once. All ranks make the same calls in the same order. The
+    original parameters of the optimizer remain in the model. Their attributes tell where their elements are stored:
     stages 1 and 2, BF16   see [Note: where a parameter lies]
     stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
                            elements [r k, (r + 1) k) of each parameter, k = `partition_numel()`
-    When the plan is made, the ranks exchange which elements they hold; together these must cover every parameter once.
-    Before the first update, after loading state, and at audits each part is compared with the model's weights.
+    When the plan is made, ranks exchange which elements they hold; together these must cover every parameter once.
+    Before the first update, after loading state, and at audits, each part is compared with the model's weights.
 
 [Note: where a parameter lies]
-    At stages 1 and 2 and with the BF16 optimizer the parameters of a group are views of one buffer, in DeepSpeed's own
-    order (`round_robin_gradients`, `parameter_alignment`). The buffer is cut into equal parts, and rank r of
-    `_dp_group` steps an fp32 copy of part r, the rank's flat. So a parameter's offset in the buffer tells which of its
-    elements a flat holds, and where. DeepSpeed's own record, `_hp_mapping`, follows the order of the groups instead and
-    is wrong with `round_robin_gradients` (0.19.8), so only its presence is read.
+    At stages 1 and 2 and with the BF16 optimizer, the parameters of a group are views of one buffer, in an order that
+    DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is cut into equal parts, and rank r
+    of `_dp_group` steps an fp32 copy of part r, the rank's flat. So a parameter's offset in the buffer tells which of
+    its elements a flat holds, and where. DeepSpeed's own record, `_hp_mapping`, follows the order of the groups instead
+    and is wrong with `round_robin_gradients` (0.19.8), so only its presence is read.
 
 [Note: what is swapped]
     With NVMe offload of optimizer state at stage 3, a sub-group is swapped to files if a rank holds at least max(1 MiB,
-    `aio.block_size`) of it. The files hold its weights, every state as long as its flat (except tensors with
-    `swappable = False`), and gradients of at least that size. The flat and its states are empty except while they are
-    stepped. Smaller sub-groups stay in memory.
+    `aio.block_size`) of it. The files hold the sub-group's weights, all state tensors that are as long as its flat
+    (except tensors with `swappable = False`), and gradients of at least this size. The flat and its state tensors are
+    empty except while they are stepped. Smaller sub-groups stay in memory.
 
 [Note: gradients that do not come back]
     A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O needs
-    aligned memory addresses: multiples of 512 bytes on most file systems, between 1 byte and a page on some. At other
-    addresses the read fails, DeepSpeed ignores the failure, and the buffer's old content is stepped. Buffers begin at a
-    page boundary, so offsets determine the alignment. Only offsets of whole pages are allowed.
+    aligned memory addresses: multiples of 512 bytes on most file systems, and of 1 byte up to a page on others. At
+    other addresses the read fails, DeepSpeed ignores the failure, and the buffer's old content is used as gradient.
+    Buffers begin at a page boundary, so offsets determine the alignment. Only offsets of whole pages are allowed.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
 _TESTED = "0.19.8"
-_PAGE = 4096  # bytes; every file system can read to addresses that are multiples of a page
+_PAGE = 4096  # bytes; on every file system, direct I/O can read to addresses that are multiples of a page
 
 
 class Slice(NamedTuple):
-    """Part of one parameter that this rank's flat holds.
+    """Part of one parameter in this rank's flat, the 1-D partition that DeepSpeed steps.
 
     Attributes:
         param: The model's parameter.
@@ -72,7 +72,7 @@ class Slice(NamedTuple):
 
 
 def shape_of(param: Tensor) -> Ints:
-    """Full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
+    """Return the full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -81,22 +81,23 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
     return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
 
 
-# ------------------------------------------------------------------------------------------ which part is where
+# ---------------------------------------------------------------------------------------- positions of parameters
 
 
 def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
-    """Find the slices of parameters that a flat holds.
+    """Find the slices of parameters in a flat, the 1-D partition that DeepSpeed steps on this rank.
 
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
-        params: Model parameters with which the group was made.
+        params: Model parameters that the group contained before.
 
     Returns:
         This rank's slices of all trainable parameters in the flat's group or sub-group, in an order that is the same on
         all ranks (empty slices included), and the process group over which these parameters are partitioned.
 
     Raises:
-        ValueError: The tensor is not a flat of these parameters, or a kind of flat that is not supported.
+        ValueError: The tensor is not a flat of these parameters, or DeepSpeed partitions in a way that is not
+            supported.
     """
     zero3 = zero3_of(params)
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
@@ -105,11 +106,11 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
 
 
 def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -> None:
-    """Raise ValueError if ZeRO's partitions and an optimizer group have different parameters, or if a partition has a
-    tensor-parallel shard (AutoTP).
+    """Raise ValueError if ZeRO's partitions and an optimizer group have different parameters, or if a partition
+    contains a tensor-parallel shard (AutoTP).
 
     Args:
-        given: Parameters that the group was made with.
+        given: Parameters with which the group was made.
         found: Parameters in the ZeRO partitions.
         partly: True if some of the group's parameters may be in other partitions.
     """
@@ -131,8 +132,8 @@ def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -
 
 
 def check_version() -> None:
-    """Raise ValueError if DeepSpeed is older than the tested version: every older version passes wrong gradients with
-    some settings (benchmarks/results/nvme.md)."""
+    """Raise ValueError if DeepSpeed is older than the tested version, because older versions pass wrong gradients to
+    the optimizer with some settings (benchmarks/results/nvme.md)."""
     here = sys.modules["deepspeed"].__version__
     if TorchVersion(here) < _TESTED:
         raise ValueError(
@@ -142,8 +143,8 @@ def check_version() -> None:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
-    """Slices in a flat, and their process group, at stages 1 and 2 and with the BF16 optimizer, see
-    [Note: where a parameter lies]."""
+    """Find the slices of parameters in a flat, and their process group, at stages 1 and 2 and with the BF16 optimizer:
+    see [Note: where a parameter lies]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
@@ -161,24 +162,24 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
         )
     group = members[0]._dp_group
     ranks = group_ranks(group)
-    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # where this rank's partition begins in the buffer
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # begin of this rank's partition in the buffer
     begin = min(p.storage_offset() for p in members)
     slices = []
     for p in members:
-        place = p.storage_offset() - begin  # in the buffer
+        place = p.storage_offset() - begin  # position in the buffer
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
     return slices, group
 
 
-# Attributes of ZeRO 3's optimizer -> the supported value. With other values parameters are partitioned differently, or
-# parts of them are stepped by DeepSpeed's own Adam.
+# Attributes of ZeRO 3's optimizer -> the supported value. With other values, parameters are partitioned differently, or
+# DeepSpeed's own Adam steps parts of them.
 _STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
-    """Slices in a flat, and their process group, at stage 3, where each rank holds an equal part of each parameter,
-    padded at the end."""
+    """Find the slices of parameters in a flat, and their process group, at stage 3, where each rank holds an equal part
+    of each parameter, padded at the end."""
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
@@ -208,12 +209,11 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
 
 
 def differs_from_model(flat: Tensor, part: Slice) -> bool:
-    """True if a slice of a flat, rounded to the model's dtype, differs from the model's weights.
-
-    False if the flat or the weights are in swap files now, so that they cannot be compared.
+    """True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's weights.
+    False if the slice or the weights are currently in swap files, so that they cannot be compared.
     """
     param: Any = part.param
-    if hasattr(param, "ds_tensor"):  # stage 3: this rank's part, padded
+    if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
             return False
         own = param.ds_tensor.detach().view(-1)[: part.numel]
@@ -224,8 +224,8 @@ def differs_from_model(flat: Tensor, part: Slice) -> bool:
 
 
 def refuse_copies() -> None:
-    """Raise ValueError for stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The copies
-    have no attributes, so an AutoTP shard would look like a whole matrix."""
+    """Raise ValueError for ZeRO stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The
+    copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would look like a whole matrix."""
     raise ValueError(
         f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
         "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
@@ -234,7 +234,7 @@ def refuse_copies() -> None:
 
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for options of the optimizer or its groups that are not supported on flats."""
+    """Raise ValueError for options of the optimizer or its groups that are not supported with ZeRO's partitions."""
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
@@ -253,15 +253,16 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
-    """Make a leaf tensor that is stepped instead of a parameter. It is empty at first; each step makes it a view of its
-    slice of the flat."""
+    """Make a leaf tensor that is stepped in place of a parameter. It is empty at first; each step makes it a view of
+    the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # differs with offload_optimizer
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
     return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
 
 
 class DeepSpeedEngine(Engine):
-    """Engine that refuses model parameters partitioned by ZeRO 3: only DeepSpeed's optimizer can step partitions."""
+    """Engine that raises an error for model parameters partitioned by ZeRO 3, which only DeepSpeed's optimizer can
+    step."""
 
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
@@ -280,12 +281,12 @@ class DeepSpeedEngine(Engine):
 
 
 def zero3_of(params: Iterable[Tensor]) -> Any:
-    """DeepSpeed's stage-3 optimizer that steps any of these model parameters, or None."""
+    """Return DeepSpeed's stage-3 optimizer if it steps any of these model parameters, otherwise None."""
     return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
 
 
 def swapped_numel(flat: Tensor, zero3: Any) -> int:
-    """Number of elements of a flat that is swapped to files; 0 for a flat that stays in memory."""
+    """Return the number of elements of a flat that DeepSpeed swaps to files; 0 for a flat that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
     number = _number_of(flat, zero3)
@@ -293,13 +294,14 @@ def swapped_numel(flat: Tensor, zero3: Any) -> int:
 
 
 def _number_of(flat: Tensor, zero3: Any) -> int:
-    """Index of the stage-3 sub-group to which a flat belongs."""
+    """Find the index of the stage-3 sub-group to which a flat belongs."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
 def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError for weights on NVMe, which DeepSpeed may corrupt: it may round fp32 weights to bf16, and reads
-    them to addresses that direct I/O does not support. `named`: (name, parameter) pairs."""
+    """Raise ValueError if weights are offloaded to NVMe, because DeepSpeed may corrupt them: it may round fp32 weights
+    to bf16, and it reads weights into memory addresses that direct I/O does not support. `named`: (name, parameter)
+    pairs."""
     for name, p in named:
         if getattr(p, "nvme_swapper", None) is not None:
             raise ValueError(
@@ -309,8 +311,8 @@ def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
 
 
 def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError if DeepSpeed would not swap a gradient of the flat's sub-group correctly. `named`: (name,
-    parameter) pairs of its optimizer group."""
+    """Raise ValueError if DeepSpeed cannot swap every gradient of the flat's sub-group correctly to files and back.
+    `named`: (name, parameter) pairs of the flat's optimizer group."""
     zero3 = zero3_of(p for _, p in named)
     if not swapped_numel(flat, zero3):
         return
@@ -324,13 +326,13 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
 
 
 def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int) -> None:
-    """Raise ValueError if a swapped gradient would be read into an address that direct I/O may not support, see
+    """Raise ValueError if a swapped gradient would be read into a memory address that direct I/O may not support: see
     [Note: gradients that do not come back].
 
     Args:
         gradients: For each gradient of one sub-group: (parameter's name, index of its first element in the sub-group's
             buffer, number of its elements on a rank, padding included).
-        least: Size in bytes from which DeepSpeed swaps a gradient; smaller ones are not swapped.
+        least: Minimum size in bytes of a gradient that DeepSpeed swaps.
         size: Bytes per element.
     """
     for name, offset, numel in gradients:
@@ -345,11 +347,11 @@ def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size
 
 
 def refuse_loaded(step: FrameType | None) -> None:
-    """Raise ValueError if a checkpoint was loaded by `engine.load_checkpoint` alone. The engine records this in
-    `loaded_checkpoint_dp_world_size`.
+    """Raise ValueError if a checkpoint was loaded by `engine.load_checkpoint` instead of this package's
+    `load_checkpoint`. The engine's attribute `loaded_checkpoint_dp_world_size` tells.
 
     Args:
-        step: Frame of the engine's method that calls `step()`, or None.
+        step: Stack frame of the engine's method that calls `step()`, or None.
     """
     if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
         raise ValueError(

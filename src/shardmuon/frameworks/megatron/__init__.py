@@ -1,12 +1,13 @@
-"""Megatron-core: `get_megatron_optimizer` with shardmuon in it, for Megatron's own training loop.
+"""Megatron-core: a `get_megatron_optimizer` that makes shardmuon's optimizer for Megatron's own training loop.
 
 Megatron still handles gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
-groups, the scheduler and distributed checkpoints. shardmuon routes the parameters and takes the step: it distributes
-the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in Megatron, experts
-are replicated over a separate group and have a separate optimizer. Pipeline stages are independent, except that all
-have the same list of groups. Wrappers, shards and checkpoints are in shards.py, Megatron-FSDP is in fsdp.py.
+groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the step: it
+distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in
+Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
+independent, except that all have the same list of parameter groups. Wrappers, shards and checkpoints are in shards.py,
+Megatron-FSDP is in fsdp.py.
 
-Works with megatron-core 0.19 (docs/megatron.md has the pins).
+Works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ def get_megatron_optimizer(
     Args:
         config: `OptimizerConfig`. Fields used: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the
             ``muon_`` fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor,
-            split_qkv), and those that Megatron's own classes use. `muon_tp_mode` and `muon_fp32_matmul_prec` are
+            split_qkv), and the fields that Megatron's own classes use. `muon_tp_mode` and `muon_fp32_matmul_prec` are
             ignored.
         model_chunks: Model chunks, each wrapped in Megatron's `DistributedDataParallel`.
-        pg_collection: `ProcessGroupCollection`. Default: Megatron's global groups. With tensor parallelism, matrices
-            are sharded over its groups `tp` and, for experts, `expt_tp`.
+        pg_collection: `ProcessGroupCollection`. Default: Megatron's global groups. With tensor parallelism, dense
+            matrices are sharded over group `tp`, and experts over group `expt_tp`.
         adamw_lr: Learning rate of AdamW's parameters; their min_lr is scaled by the same factor. Default: `config.lr`.
-        overrides: See `shardmuon.param_groups`; names are the model's, without the wrappers' prefix ``module.``.
-        use_gloo_process_groups: As in Megatron: True gives the distributed optimizer a gloo group, which some
-            checkpoint formats need.
+        overrides: (pattern, choice) pairs, see `shardmuon.param_groups`. Patterns match the model's parameter names,
+            without the wrappers' prefix ``module.``.
+        use_gloo_process_groups: True gives the distributed optimizer a gloo group, as in Megatron. Some checkpoint
+            formats need this group.
         **muon_options: Options of `Muon` (``method``, ``momentum``, ...); they take precedence over `config`.
 
     Returns:
@@ -64,7 +66,7 @@ def get_megatron_optimizer(
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
-    with fault:  # an error here must reach the other pipeline stages
+    with fault:  # record errors, which are raised on all pipeline stages in `_aligned`
         given = parse_overrides(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
@@ -99,7 +101,7 @@ def _core(module: str) -> Any:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
 _LAYER_WISE = "use_layer_wise_distributed_optimizer"
@@ -147,7 +149,7 @@ def _is_expert(param: torch.Tensor) -> bool:
 
 
 def _tp(groups: Any, expert: bool) -> Any:
-    """Tensor-parallel group of dense parameters or of experts; None if it has only one rank."""
+    """Return the tensor-parallel group of dense parameters or of experts; None if it has only one rank."""
     group = getattr(groups, "expt_tp", None) if expert else groups.tp
     return group if group is not None and len(group_ranks(group)) > 1 else None
 
@@ -156,7 +158,7 @@ def _tp(groups: Any, expert: bool) -> Any:
 
 
 def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `Muon`: from Megatron's config, replaced by those that the user gave."""
+    """Make the options of `Muon` from Megatron's config. The user's options take precedence."""
     if {"process_group", "tp_group"} & given.keys():
         raise ValueError(
             "process_group and tp_group are Megatron's to say: give pg_collection=, or leave it out for its global "
@@ -175,7 +177,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "ns_steps": config.muon_num_ns_steps,
         **given,
     }
-    if "ns_coefficients" in given:  # the user's coefficients decide the number of steps, not Megatron's config
+    if "ns_coefficients" in given:  # Megatron's number of steps is for other coefficients
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
         options["adjust_lr_fn"] = _scale_of(config)
@@ -183,7 +185,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scale_of(config: Any) -> str:
-    """Value of `adjust_lr_fn` that corresponds to Megatron's scale of the learning rate."""
+    """Return the value of `adjust_lr_fn` that corresponds to Megatron's options for scaling the learning rate."""
     mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
     if (mode, extra) != ("spectral", 0.2) and extra != 1.0:
         raise ValueError(
@@ -194,8 +196,8 @@ def _scale_of(config: Any) -> str:
 
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
-    """Overrides that split Megatron's fused attention projections, with (q, k, v) rows per query group, into matrices:
-    three, or four with gated attention."""
+    """Make overrides that split Megatron's fused attention projections, which store (q, k, v) rows for each query
+    group, into three matrices, or into four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -213,14 +215,15 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
-    """Indices of the overrides that match a parameter of this chunk. The others may match on another pipeline stage."""
+    """Find the indices of the overrides that match a parameter of this model chunk. Other overrides may match on
+    another pipeline stage."""
     found = find_places(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
 def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
-    """Overrides for experts only: the given ones, with the experts' tensor-parallel group, which differs from the dense
-    parameters' group."""
+    """Make copies of these overrides that apply only to experts, and that set the experts' tensor-parallel group, which
+    differs from the group of dense parameters."""
 
     def narrowed(rule: Rule) -> Rule:
         def fits(name: str, param: torch.Tensor, module: nn.Module) -> bool:
@@ -240,8 +243,8 @@ def _routed(
     adjust_lr_fn: str | None,
     groups: Any,
 ) -> list[dict[str, Any]]:
-    """Groups of a model chunk, with the keys that Megatron's scheduler and checkpoints need, split into dense
-    parameters and experts."""
+    """Make the parameter groups of a model chunk, separately for dense parameters and experts, with the keys that
+    Megatron's scheduler and checkpoints need."""
     if not any(p.requires_grad for p in chunk.parameters()):
         return []
     if _tp(groups, False) is not None or _tp(groups, True) is not None:
@@ -250,14 +253,14 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # one matched to the matrices would differ between stages
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # the default would differ between pipeline stages
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # differs between ranks; it is passed to `Muon` instead
+        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets the process group directly
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -282,13 +285,13 @@ def _routed(
 def _aligned(
     listed: Sequence[Mapping[str, Any]], fault: Fault, rules: Sequence[Rule], matched: set[int]
 ) -> list[dict[str, Any]]:
-    """Merge groups with equal options, and align them over all ranks: the same groups in the same order everywhere,
-    empty where only other pipeline stages have parameters, because Megatron's checkpoints save one list of groups for
-    all. Collective.
+    """Merge groups with equal options, and make all ranks have the same groups in the same order, because Megatron's
+    checkpoints save a single list of groups for all ranks. A group is empty on pipeline stages without parameters for
+    it. Collective.
 
     Args:
         listed: Groups of this rank.
-        fault: Error on this rank, if any; raised on all ranks.
+        fault: Record of an error on this rank, if any, which is raised on all ranks.
         rules: The user's overrides.
         matched: Indices of the overrides that match a parameter on this rank.
 
@@ -325,8 +328,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names; None: no distributed optimizer, every
-            replica has all main weights.
+        shared: Process groups of the distributed optimizer, by Megatron's names. None: there is no distributed
+            optimizer, and every replica has all main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -355,14 +358,14 @@ def _wrapped(
         muon.hosts.insert(0, WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        param.requires_grad_(True)  # False on fp32 main weights, which would count as frozen and have no state to load
+        param.requires_grad_(True)  # Megatron's fp32 main weights would count as frozen
         if tp_group is None:
-            param.tensor_model_parallel = False  # Megatron's layers set True even if one rank has the whole matrix
+            param.tensor_model_parallel = False  # Megatron's layers set True even without tensor parallelism
     return wrapped
 
 
 def _scaler(config: Any) -> Any:
-    """Gradient scaler that Megatron would choose, or None."""
+    """Make the gradient scaler that Megatron would choose; None if it would choose none."""
     scalers = _core("optimizer.grad_scaler")
     if config.loss_scale:
         return scalers.ConstantGradScaler(config.loss_scale)
@@ -379,5 +382,5 @@ def _scaler(config: Any) -> Any:
 
 
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
-    """Create the optimizer's missing state as zeros, for checkpoints to load into."""
+    """Create the optimizer's missing state as zeros, so that checkpoints can be loaded into it."""
     optimizer.complete_state()

@@ -1,18 +1,18 @@
-"""Megatron-FSDP: DTensors whose placements do not match what they store. The experimental version 2 is refused.
+"""Megatron-FSDP: DTensors whose placements do not match what they store. Its experimental version 2 is not supported.
 
 Every private attribute of Megatron-FSDP that shardmuon reads is in this file. The package itself is never imported.
 
 [Note: Megatron-FSDP's storage]
-    Each unit (FSDP module) has one flat buffer of its parameters, with padding between them, cut into equal parts over
-    the data-parallel ranks. So a parameter with placement `Shard(0)` has any number of whole rows on any rank, and none
-    on most ranks; torch's chunk rule, its offset helper and `full_tensor()` silently give wrong results. Tensor
-    parallelism shards first, along any dim. The attribute `megatron_fsdp_slice` of a parameter tells which elements of
-    its tensor-parallel part this rank stores; without a sharding data-parallel axis a rank stores the whole part.
-    The slices of all ranks together must cover the parameter.
+    Each unit (FSDP module) stores its parameters in one flat buffer, with padding between them, cut into equal parts
+    over the data-parallel ranks. So a parameter with placement `Shard(0)` can have any number of whole rows on any
+    rank, and none on most ranks; torch's chunk rule, its offset helper and `full_tensor()` silently give wrong results.
+    Tensor parallelism shards first, along any dim. The attribute `megatron_fsdp_slice` of a parameter tells which
+    elements of its tensor-parallel shard this rank stores. If no data-parallel axis shards, a rank stores the whole
+    tensor-parallel shard. The slices of all ranks together must cover the parameter.
 
 [Note: empty shards]
-    On a rank that stores nothing of a parameter, `grad` stays None. Such a rank holds and owns none of the parameter,
-    so it takes part as if it had an empty gradient whenever the ranks that store the parameter have gradients.
+    On a rank that stores nothing of a parameter, `grad` stays None. If the ranks that store the parameter have
+    gradients, this rank takes part in the step as if it had an empty gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class MegatronFSDPCopy(Engine):
-    """Engine that refuses the unsharded copies that Megatron-FSDP computes with, and parameters of its version 2."""
+    """Engine that raises an error for the unsharded parameter copies that Megatron-FSDP uses in forward and backward,
+    and for parameters of its version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
         own = param.__dict__
@@ -53,15 +54,15 @@ class MegatronFSDPCopy(Engine):
 
 
 class MegatronFSDPEngine(DTensorEngine):
-    """Engine for Megatron-FSDP's parameters, whose attributes give the position of their local tensors, see
-    [Note: Megatron-FSDP's storage]."""
+    """Engine for Megatron-FSDP's parameters. Their attributes, not their placements, give the position of a local
+    tensor in the parameter: see [Note: Megatron-FSDP's storage]."""
 
     believes_placements = False
 
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # must be cheap: called for every DTensor in every step
+        # these checks must be cheap, since they run for every DTensor in every step
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
@@ -88,15 +89,15 @@ class MegatronFSDPEngine(DTensorEngine):
         return True
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if this rank stores nothing of the parameter. Megatron-FSDP sets the gradients of all parameters of a
-        model at once, see [Note: empty shards]."""
+        """True if this rank stores nothing of the parameter. No other reason for a missing gradient needs to be
+        considered, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
         return self.storage(param).numel() == 0
 
 
 _ENGINE = MegatronFSDPEngine()
 
 
-# ---------------------------------------------------------------------------------------------- which part is where
+# ---------------------------------------------------------------------------------------------- position of storage
 
 
 class _Place(NamedTuple):
@@ -105,8 +106,8 @@ class _Place(NamedTuple):
     Attributes:
         cut: Dim and stride along which tensor parallelism shards the parameter.
         num_parts: Number of tensor-parallel parts.
-        part: Index of the tensor-parallel part that this rank stores rows of.
-        row: First row stored, in the tensor-parallel part.
+        part: Index of the tensor-parallel part from which this rank stores rows.
+        row: Index of the first stored row, in the tensor-parallel part.
     """
 
     cut: Cut
@@ -140,7 +141,8 @@ def _place_of(param: Any) -> _Place:
 
 
 def _first_row(param: Any) -> int:
-    """First row that this rank stores of its tensor-parallel part, from the parameter's `megatron_fsdp_slice`."""
+    """Find the first row of its tensor-parallel shard that this rank stores, from the parameter's attribute
+    `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -159,8 +161,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """Reason why a norm over all ranks would count the parameter several times; None if the parameter's mesh lists all
-    ranks that store it."""
+    """Return the reason why a gradient norm over all ranks would count the parameter several times: its mesh lacks some
+    of the ranks that store it. None if the mesh lists all of them."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -179,9 +181,9 @@ def _uncounted(param: Any) -> str | None:
 
 
 def _mark(storage: Tensor, param: DTensor) -> None:
-    """Attach the offsets of a state tensor's local part to its storage. torch.distributed.checkpoint uses them instead
-    of the placements. Tensor-parallel parts are saved one after another whatever their stride, as in Megatron-FSDP's
-    checkpoints of weights."""
+    """Attach to a state tensor's local storage its offsets in the global tensor, which torch.distributed.checkpoint
+    uses instead of the placements. Tensor-parallel parts are saved one after another, even if the parameter is cut with
+    a stride, as in Megatron-FSDP's checkpoints of weights."""
     place, offsets = _place_of(param), [0] * storage.ndim
     offsets[0] = place.row
     offsets[place.cut.dim] += place.part * -(-param.shape[place.cut.dim] // place.num_parts)
@@ -192,7 +194,8 @@ def _mark(storage: Tensor, param: DTensor) -> None:
 
 
 class MegatronFSDPHost(Host):
-    """Host for Megatron-FSDP's functions that wrap an optimizer. After wrapping, steps are those of a plain loop."""
+    """Integration with the functions of Megatron-FSDP that wrap an optimizer. After wrapping, steps are the same as in
+    a plain training loop."""
 
     packages = _PACKAGES
 
@@ -205,13 +208,15 @@ class MegatronFSDPHost(Host):
             )
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Replace the step that `fully_shard_optimizer` takes only to create state. It sets all gradients to zero but
-        leaves lr, so an ordinary step would decay weights and count. The call is recognized by its caller, because true
-        gradients may also be zero on some rank; every rank makes it."""
+        """Replace the step that `fully_shard_optimizer` takes only to create state. `fully_shard_optimizer` sets all
+        gradients to zero but does not change lr, so an ordinary step would decay weights and increase the step count.
+        This step is recognized by its caller, which is the same on every rank. Zero gradients would not be a reliable
+        sign, since real gradients may also be zero on some rank."""
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Attach offsets to all state tensors that have the placements of Megatron-FSDP's parameters."""
+        """Attach offsets in the global tensor to all state tensors that are placed like their Megatron-FSDP parameter,
+        so that torch.distributed.checkpoint saves them correctly."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
                 if is_dtensor(value) and value.placements == param.placements:

@@ -1,26 +1,28 @@
-"""Megatron's optimizer classes around shardmuon: the tensors they step and the state in their checkpoints.
+"""Megatron's optimizer classes around shardmuon: the tensors that they step, and the state in their checkpoints.
 
 Every private attribute of Megatron's optimizers that shardmuon reads or overrides is in this file.
 
 [Note: what Megatron steps]
-    Each bucket of a gradient buffer is cut into equal parts, one per data-parallel rank, even through matrices.
-    `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards: one for each parameter that
-    this rank's parts hold elements of (`model_param_gbuf_map`, `_get_model_param_range_map`), in its own order. A shard
-    is a view of an fp32 parameter, or an fp32 copy for other dtypes. Here the groups get shards of all matrices, in the
-    same order on every rank, some of them empty; the optimizer steps these like other shards. Without the distributed
-    optimizer every replica has all main weights, which are stepped as parameters.
+    Each bucket of a gradient buffer is cut into equal parts, one per data-parallel rank; a cut can go through a matrix.
+    `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards, one for each parameter with
+    elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`), in an order that differs by
+    rank. A shard is a view of an fp32 parameter, or an fp32 copy for other dtypes. This module changes the groups: they
+    get shards of all matrices, in the same order on every rank, some of them empty. The optimizer steps these shards
+    like other flat shards. Without the distributed optimizer, every replica has all main weights, which are stepped as
+    parameters.
 
 [Note: checkpoints]
     All of Megatron's formats read and write state through two methods, which know only Adam's two state names. Momentum
-    is saved as `exp_avg`; `exp_avg_sq` of a matrix is zeros, created on access. There is one count of steps, stored as
-    the option ``step`` of every group and in every parameter's state.
+    is saved as `exp_avg`; `exp_avg_sq` of a matrix is zeros, created on access. There is one step count, stored as the
+    option ``step`` of every group and in every parameter's state.
 
 [Note: what stages keep here]
-    `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
-    a tensor of another shape. State of a variant's stages has another shape, and is the same on all ranks that share
-    the matrix, even where the shard is empty. So the saved groups carry it, by parameter name (see step/kept.py). That
-    suffices if each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's
-    buffers. If rank 0 saves its groups for all, ranks with other parameters would lose the state: that is refused.
+    `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of its parameter, and
+    fails for a tensor of another shape. A variant's state per matrix (such as NorMuon's) has another shape, and is the
+    same on all ranks that share the matrix, even if a rank's shard is empty. So this state is saved in the groups, by
+    parameter name (see step/kept.py). This is sufficient if each model-parallel rank saves its own groups, as in the
+    formats that follow the distributed optimizer's buffers. If rank 0 saves its groups for all ranks, however, ranks
+    with other parameters would lose their state, so saving raises an error.
 """
 
 from __future__ import annotations
@@ -43,15 +45,16 @@ from shardmuon.muon import Muon
 from shardmuon.step.kept import carry, carry_by_position, check_carried, loaded_over, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-_KeptByName = dict[str, dict[str, Tensor]]  # name -> key -> tensor
+_KeptByName = dict[str, dict[str, Tensor]]  # parameter name -> state key -> tensor
 
 
 class WholeHost(Host):
-    """Host for Megatron's wrappers in which every replica has all main weights. Saved groups carry the stages' state.
+    """Integration with Megatron's wrappers in which every replica has all main weights. A variant's state per matrix is
+    saved in the groups.
 
     Args:
-        elsewhere: True if some ranks have other parameters than rank 0. `sharded_state_dict` then raises ValueError if
-            there is stages' state, because only rank 0 saves groups.
+        elsewhere: True if some ranks have other parameters than rank 0. `sharded_state_dict`, which saves only the
+            groups of rank 0, then raises ValueError if there is state to save in them.
     """
 
     packages = ()
@@ -74,7 +77,8 @@ class WholeHost(Host):
 
 
 class _Unfinished(Host):
-    """Host while Megatron makes its wrapper, which saves and loads the optimizer before its shards are described."""
+    """Temporary integration while Megatron's wrapper is being made. The wrapper saves and loads the optimizer's state
+    before the shards in its groups have been described."""
 
     @property
     def is_active(self) -> bool:
@@ -82,11 +86,11 @@ class _Unfinished(Host):
 
 
 class _ShardHost(_Unfinished):
-    """Host for Megatron's distributed optimizer.
+    """Integration with Megatron's distributed optimizer.
 
     Args:
-        core: Optimizer with shards of all parameters in its groups, empty ones for matrices of which this rank has no
-            elements. Parameters of different model chunks may share a name; names are made unique.
+        core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
+            model chunks may have the same name; names are made unique.
         shards: Model parameter -> its fp32 shard, for parameters of which this rank has elements.
     """
 
@@ -96,34 +100,35 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            if not group["use_muon"]:  # AdamW's shards have no replicas
+            if not group["use_muon"]:  # AdamW's shards have no replicas, so they need no process group
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-        # A checkpoint has these options of the rank that wrote it, or lacks them.
+        # a checkpoint lacks these options, or has the values of the rank that wrote it
         own = ("tp_group", "process_group", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._restore(core)
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does, and the stages' state from its groups. Collective over all ranks."""
+        """Load a state dict as torch does, and also the variant's state per matrix in its groups. Collective over all
+        ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().take_over(core, state_dict)
-        for weight in self.weights(core):  # Megatron passes in the existing state, so old stages' state is removed
+        for weight in self.weights(core):  # Megatron passes in existing state: remove the old values
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # New tensors on all ranks at once: all must agree on the norms that a step has already seen.
+            # make new tensors, on all ranks at once, since all must agree on the norms that a step has already seen
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
     def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[_KeptByName, int]:
-        """Check the saved groups. Returns the stages' state by parameter name, and the count of steps.
+        """Check the saved groups. Returns the variant's state per matrix, by parameter name, and the step count.
 
         Raises:
-            ValueError: State that the variant needs is missing although steps were taken, or counts of steps differ.
+            ValueError: State that the variant needs is missing although steps were taken, or step counts differ.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -136,8 +141,8 @@ class _ShardHost(_Unfinished):
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Stepped) -> None:
-        """Restore this rank's own options, and a separate step counter for each parameter, after groups and state were
-        loaded. In the state that Megatron loads all parameters share one counter, or have none."""
+        """Restore this rank's own options, and give each parameter a separate step counter, after groups and state were
+        loaded. In the state that Megatron loads, all parameters share one counter or have none."""
         for group, own in zip(core.param_groups, self._own_options, strict=True):
             group.update(own)
         take_carried(core.param_groups)
@@ -148,8 +153,8 @@ class _ShardHost(_Unfinished):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Put the stages' state into the first saved group, by parameter name, because Megatron's checkpoints save only
-        Adam's state."""
+        """Put the variant's state per matrix into the first saved group, by parameter name, because Megatron's
+        checkpoints save only Adam's kinds of state."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
@@ -161,7 +166,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """Shards of the matrices; AdamW's parameters are left out."""
+        """List the shards of matrices, without AdamW's parameters."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
@@ -172,7 +177,8 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. `shardmuon`: host that has the shards."""
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. `shardmuon`: the object that holds the
+        optimizer's shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -209,7 +215,7 @@ def _optimizer_class(base: type) -> type:
 def distributed_optimizer(
     base: type,  # Megatron's DistributedOptimizer
     muon: Muon,
-    *args: Any,  # the other positional arguments of `base`, up to init_state_fn
+    *args: Any,  # other positional arguments of `base`, up to init_state_fn
     process_group: Any,
     tp_group: Any,
     **kwargs: Any,
@@ -220,7 +226,7 @@ def distributed_optimizer(
         base: Megatron's `DistributedOptimizer`.
         muon: Optimizer whose groups hold the model's parameters; the parameters are replaced by shards.
         *args, **kwargs: Other arguments of `base`.
-        process_group: Ranks that the parameters are replicated over, in all optimizer instances together.
+        process_group: Ranks over which the parameters are replicated, in all optimizer instances together.
         tp_group: Tensor-parallel group of the parameters, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
@@ -235,7 +241,7 @@ def distributed_optimizer(
         for params, parts in zip(whole, cut, strict=True):
             shards |= dict(zip(params, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # otherwise they would count as frozen
+        part.requires_grad_(True)  # otherwise shards would count as frozen
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
         if group["use_muon"]:  # AdamW's groups keep the shards that Megatron put there
             group["params"] = []
@@ -243,7 +249,7 @@ def distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales it, but never sets it for an empty shard
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none here
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
@@ -253,8 +259,8 @@ def distributed_optimizer(
 
 
 def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
-    """Description of a shard that begins at element `start` of the flattened parameter. Raises ValueError if the
-    parameter's tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid."""
+    """Describe a shard that begins at element `start` of the flattened parameter. Raises ValueError if the parameter's
+    tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid."""
     shards = GroupRef.of(tp_group, "tp_group")
     cut = None if shards is None else cut_of(param)
     shape = list(param.shape)

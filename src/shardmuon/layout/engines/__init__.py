@@ -1,7 +1,7 @@
 """Engines: one file per kind of parameter storage. An engine describes a tensor's placement and accesses its storage.
 
-A tensor that no engine recognizes is a plain tensor. Engines of frameworks are defined and registered in the folder of
-the framework.
+A tensor that no engine recognizes is treated as a plain tensor. Engines for frameworks are defined and registered in
+the frameworks' folders.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ for builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
 
 
 def sharing(param: Tensor, group: Group) -> Engine:
-    """Return the engine of a parameter, using its group's options for plain tensors. The engine can tell which ranks
-    share the parameter even if the parameter has other errors.
+    """Return the engine of a parameter. For a plain tensor, the options of its parameter group decide. Other errors in
+    the parameter are not checked, so that the engine can still report which ranks share the parameter.
 
     Raises:
         ValueError: The engine cannot be determined; the message lacks the parameter's name.
@@ -37,7 +37,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
 
 
 def engine_for(param: Tensor, group: Group) -> Engine:
-    """Return the engine of a parameter after checking that its group's options fit it.
+    """Return the engine of a parameter after checking that the options of its parameter group fit the parameter.
 
     Raises:
         ValueError: The options do not fit; the message lacks the parameter's name.

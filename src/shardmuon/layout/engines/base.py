@@ -21,7 +21,7 @@ from shardmuon.layout.pieces import Held, whole
 from shardmuon.layout.views import Ints
 
 NONE, READY, MISPLACED = 0, 1, 2  # gradient states: missing; placed like the parameter; placed otherwise
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # for messages
+STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # texts for messages
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
@@ -29,19 +29,19 @@ _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> its pieces
 
-# how to get AutoTP's group, for messages
+# for messages: how users get the process group of AutoTP, DeepSpeed's tensor parallelism
 AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
 
 
 def name_of(group: Group, index: int, position: int) -> str:
-    """User's name of a parameter, or text with its position and group index if it has none."""
+    """Return the user's name of a parameter, or text with its position and group index if the user gave no name."""
     names = names_of(group)
     return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
 def names_of(group: Group) -> Sequence[str]:
-    """User's names of a group's parameters. Empty if the counts differ: ZeroRedundancyOptimizer keeps the names of all
-    parameters with only a rank's part of the parameters."""
+    """Return the user's names of a group's parameters. Empty if there are not as many names as parameters:
+    ZeroRedundancyOptimizer keeps all names in groups that hold only one rank's parameters."""
     names = group.get("param_names") or ()
     return names if len(names) == len(group["params"]) else ()
 
@@ -55,13 +55,14 @@ class Claim(NamedTuple):
     """One rank's description of a tensor. Plain data.
 
     Attributes:
-        form: The tensor's layout, which must be equal on all ranks that share the tensor; otherwise they raise.
+        form: Description of the tensor's layout. If ranks that share the tensor have different forms, all of them raise
+            an error.
         text: The form in words, for messages.
         extent: This rank's storage, which other ranks do not know.
-        empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store nothing of the tensor. Such
-            a rank may then lack a gradient while other ranks have one.
-        uncounted: Reason why a norm over ranks would count the tensor several times even though its layout is known;
-            None if it would not.
+        empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store nothing of the tensor, so
+            that a rank may lack a gradient while other ranks have one.
+        uncounted: Reason why a gradient norm over ranks would count the tensor several times even though its layout is
+            known; None if there is no such reason.
     """
 
     form: tuple[Any, ...]
@@ -74,18 +75,18 @@ class Claim(NamedTuple):
 class Engine:
     """Access to one kind of parameter storage. Stateless: an engine describes tensors and makes no decisions.
 
-    Errors (ValueError) must not contain the parameter's name, nor the ranks and shapes: callers add them. Users see
-    errors of `claim` as "rank R: NAME: ...", errors of `stored` as "NAME: ranks .. store shapes ..: ...".
+    Messages of errors (ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
+    Users see errors of `claim` as "rank R: NAME: ...", and errors of `stored` as "NAME: ranks .. store shapes ..: ...".
 
     The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
-    has it, which is right both for DDP and for experts that differ by rank. With one, its ranks are assumed to hold
-    replicas (checked when a plan is made) and share the work.
+    has it, which is right both for DDP and for experts that differ by rank. With a process group, its ranks are assumed
+    to hold replicas (which is checked when a plan is made) and share the work.
 
     Attributes:
-        believes_placements: True if storage must match the tensor's placements (else an error is raised). State of a
-            stack (see `kept_zeros`) is then placed like the stack, and the form of claims is (shape, *`OnMesh`).
-        plain_shards: True if the tensors are plain shards of larger tensors: checkpoints split and join them by the
-            layout table.
+        believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
+            stack (`kept_zeros`) is then placed like the stack, and the form of claims is (shape, *`OnMesh`).
+        plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
+            to split and join them.
     """
 
     believes_placements = False
@@ -98,20 +99,20 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- placement
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        """Return the ranks that share the tensor. Reads nothing else, so that errors in other attributes can still be
-        sent to these ranks.
+        """Return the ranks that share the tensor. This method reads nothing else, so that errors in other attributes
+        can still be sent to these ranks.
 
-        If each rank stores one part and rank order gives the part, the ranks are `parts`: `Ties(<ranks in order of
-        parts>, (my_rank(),))`, with `mates_of(group)` as the second field if a `process_group` joins replicas of a
-        part. If a group cuts the tensor at arbitrary elements, and each rank's claim says where its part begins, the
-        ranks are `mates`: `Ties((my_rank(),), <ranks of the group>)`. If ranks name different groups, some of them wait
-        until the time-out, since no single rank can detect the difference.
+        If each rank stores one part, in rank order, return `Ties(<ranks in order of parts>, (my_rank(),))`; if a
+        `process_group` also joins the replicas of a part, the second field is `mates_of(group)`. If a group cuts the
+        tensor at arbitrary elements, and each rank's claim gives the position of its part, return
+        `Ties((my_rank(),), <ranks of the group>)`. If ranks name different groups, some of them wait until the
+        time-out, since no single rank can detect the difference.
         """
         return Ties((my_rank(),), mates_of(group))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        """Describe the tensor's placement as far as this rank knows it. An error is raised on all ranks of the
-        tensor."""
+        """Describe the tensor's placement as far as this rank knows it. If this method raises an error, all ranks that
+        share the tensor raise it."""
         if is_marked(param):
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
@@ -124,8 +125,8 @@ class Engine:
         return Claim((shape,), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        """Compute the global shape and the pieces on each rank. Pure: equal claims give equal results. The caller
-        checks for gaps, overlaps and out-of-bounds pieces.
+        """Compute the tensor's global shape and the pieces that each rank stores. A pure function: equal claims give
+        equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: it starts at index `offset`
         of the tensor and at index `local` of the storage, which may have any strides. If the storage is 1-D, a piece is
@@ -133,9 +134,9 @@ class Engine:
         empty tuple.
 
         Args:
-            form: The form of all claims.
-            extents: Rank -> extent of its claim, for all ranks of the grid.
-            grid: Ranks of the tensor, by replica and part.
+            form: Form of the ranks' claims, equal on all ranks.
+            extents: Rank -> its local storage, from its claim, for all ranks of the grid.
+            grid: Ranks that share the tensor, by replica and part.
 
         Raises:
             ValueError: The claims do not fit together.
@@ -144,35 +145,35 @@ class Engine:
         return shape, dict.fromkeys(extents, whole(shape))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
-        """List the process groups of the parameter: groups, references or None, from the options of its parameter
-        group. Subclasses add groups from the parameter's own attributes."""
+        """List the process groups in the options of the parameter's group, as groups, references or None. Subclasses
+        add process groups from the parameter's own attributes."""
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """Global logical shape. Must not raise: `Muon(...)` reads it on each rank separately, and an error on a single
-        rank would leave the other ranks waiting in their first step. Checks that can fail on a single rank belong in
-        `claim`, since all ranks raise its errors."""
+        """Return the parameter's global logical shape. Must not raise an error: `Muon(...)` calls this method on each
+        rank separately, and an error on a single rank would leave the other ranks waiting in their first step. Checks
+        that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
         return tuple(param.shape)
 
     def signature(self, param: Tensor) -> object:
-        """Cheap value that changes whenever layout, wire dtype or device may have changed. It is compared in each step
-        to decide if the plan must be rebuilt, and lives as long as the plan, so it holds a `GroupRef` instead of a
-        process group."""
+        """Return a value that changes whenever the parameter's layout, communication dtype or device may have changed.
+        Each step compares it, so it must be cheap; a change makes the plan invalid. It lives as long as the plan, so it
+        holds a `GroupRef` instead of a process group."""
         return _SIGNATURE(param)
 
     # ----------------------------------------------------------------------------------------------- local storage
 
     def storage(self, tensor: Tensor) -> Tensor:
-        """Local part of a parameter, gradient or state tensor on this rank. Shares memory with the tensor."""
+        """Return this rank's part of a parameter, gradient or state tensor. It shares memory with the tensor."""
         return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
     def storages(
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
         """Fast path for steps (under no_grad): return the local storages of parameters, of their gradients and of each
-        kind of state tensor, if a quick check shows that all are placed alike, that each kind has a single dtype, and
-        that parameters and state are writable. None if the check fails: the caller then checks each tensor on its own
-        (`is_aligned`), which raises a precise error or finds no problem."""
+        kind of state tensor, after a quick check that all are placed alike, that each kind has a single dtype, and that
+        parameters and state are writable. Returns None if the check fails. The caller then checks tensors one by one
+        (`is_aligned`) and either raises a precise error or finds that nothing is wrong."""
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
         for column in (grads, *states):
             if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
@@ -182,7 +183,7 @@ class Engine:
         for column in (params, grads, *states):
             if set(map(_DTYPE, column)) != {column[0].dtype}:
                 return None
-        for column in (params, *states):  # expanded tensors are not writable: several elements share memory
+        for column in (params, *states):  # reject expanded tensors: their elements share memory and cannot be written
             if list(map(_DEVICE, column)) != devices:
                 return None
             if not all(map(Tensor.is_contiguous, column)) and any(0 in one.stride() for one in column):
@@ -198,7 +199,7 @@ class Engine:
         """True if the storages of gradient and parameter correspond element by element.
 
         Raises:
-            ValueError: They do not correspond, and `align` cannot fix that. The message names both placements.
+            ValueError: The storages do not correspond, and `align` cannot fix this. The message names both placements.
         """
         if grad.shape != param.shape or is_dtensor(grad):
             kind = "DTensor" if is_dtensor(grad) else "tensor"
@@ -212,19 +213,21 @@ class Engine:
         raise AssertionError("is_aligned() refuses what would need alignment")
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if a parameter has no `grad` only because this rank stores nothing of it, given that other parameters of
-        this engine have gradients."""
+        """True if the parameter's `grad` is None only because this rank stores nothing of the parameter. Called only if
+        other parameters of this engine have gradients."""
         return False
 
-    # ----------------------------------------------- state of stages: [Note: where kept numbers lie] in layout/table.py
+    # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/table.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
-        """Make a stage's state tensor, on the parameter's device. `shape`: its global shape, (stacked matrices or 1,
-        values per row). `stacked`: True if the parameter is a stack."""
+        """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's
+        device. `shape`: its global shape, (stacked matrices or 1, values per row). `stacked`: True if the parameter is
+        a stack."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
-        """Return this rank's part of a stage's state tensor, or an error text if the state tensor is invalid."""
+        """Return this rank's part of a state tensor that `kept_zeros` made, or an error text if the tensor is
+        invalid."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):
@@ -242,8 +245,8 @@ def register(engine: Engine) -> None:
 
 
 def engine_of(param: Tensor) -> Engine:
-    """Return the engine that can access a parameter's storage. For the placement of a plain tensor, use
-    `engine_for`."""
+    """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
+    `engine_for` instead, which also reads the options of the parameter group."""
     if not is_bare(param):
         for engine in _ENGINES:
             if engine.recognizes(param):
@@ -252,19 +255,21 @@ def engine_of(param: Tensor) -> Engine:
 
 
 def is_marked(param: Tensor) -> bool:
-    """True if a parameter's attributes mark it as a tensor-parallel shard, as Megatron and TransformerEngine set
-    them."""
+    """True if the attributes that Megatron and TransformerEngine set on a parameter mark it as a tensor-parallel
+    shard."""
     dim = getattr(param, "partition_dim", None)
     return bool(getattr(param, "tensor_model_parallel", dim is not None)) and dim != -1
 
 
 def mates_of(group: Group) -> Ranks:
-    """Ranks (ascending) that hold replicas of a group's plain tensors; only this rank without a process group."""
+    """Return the ranks, ascending, that hold replicas of a group's plain tensors. Without a process group, this is only
+    this rank."""
     found = GroupRef.of(group.get("process_group"))
     return (my_rank(),) if found is None or not found.ranks else tuple(sorted(found.ranks))
 
 
 def is_own(group: Group) -> bool:
-    """True if a group says that its plain tensors exist on this rank only (`process_group=()`), as for experts."""
+    """True if a parameter group's option `process_group=()` declares that its plain tensors exist on this rank only, as
+    experts do."""
     found = GroupRef.of(group.get("process_group"))
     return found is not None and not found.ranks

@@ -1,8 +1,9 @@
 """DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any combination of them.
 
-All private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`) are used in this file, as defined
-in torch 2.11 to 2.13. They are faster: a public DTensor property takes five times as long as that of a plain tensor.
-torch.distributed.tensor takes longer to import than torch itself, so it is imported at the first DTensor.
+All private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`) are used only in this file, as
+defined in torch 2.11 to 2.13. They are used for speed: reading a public property takes five times as long on a DTensor
+as on a plain tensor. torch.distributed.tensor takes longer to import than torch itself, so it is imported only when the
+first DTensor appears.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _PLACED = attrgetter("shape", "_spec.mesh", "_spec.placements")
 
 
 class DTensorEngine(Engine):
-    """Engine for DTensors, placed by mesh and placements. Raises an error if local tensors do not match the
-    placements."""
+    """Engine for DTensors, whose mesh and placements determine what each rank stores. Raises an error if local tensors
+    do not match the placements."""
 
     believes_placements = True
 
@@ -75,7 +76,7 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # avoids the view that `to_local` makes for a Parameter
+        local: Tensor = tensor._local_tensor  # not `to_local`, which makes a view of a Parameter
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(
@@ -123,20 +124,21 @@ class DTensorEngine(Engine):
         return super().kept_storage(value._local_tensor, param, expected, stacked=stacked)
 
     def _of_kept(self, param: Any, shape: Ints, stacked: bool) -> tuple[Ints, tuple[Placement, ...]]:
-        """Shape of this rank's part of a parameter's stage state, and placements: replicated, except that a stack's
-        shards of dim 0 are preserved."""
+        """Compute the local shape and the placements of a state tensor with values per matrix of a parameter. Mesh axes
+        that shard dim 0 of a stack also shard the state tensor; other axes replicate the state tensor."""
         from torch.distributed.tensor import Replicate
 
         cuts = [stacked and self.believes_placements and getattr(p, "dim", None) == 0 for p in param.placements]
         placements = tuple(p if cut else Replicate() for p, cut in zip(param.placements, cuts, strict=True))
-        # FSDP2 does not preserve the number of rows of a shard that another axis has left empty
+        # compute the number of rows from the placements: FSDP2 stores (0, 0) for an empty shard, whatever its rows
         return _implied(shape, param.device_mesh, placements) if any(cuts) else shape, placements
 
 
 def _around(
     storage: Tensor, param: DTensor, placements: Sequence[Placement], shape: Ints, stride: Sequence[int]
 ) -> DTensor:
-    """Build a DTensor on a parameter's mesh from local storage, without moving it: offloaded state stays on the CPU."""
+    """Build a DTensor on a parameter's mesh from local storage. The storage stays on its device, so offloaded state
+    remains on the CPU."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -160,7 +162,7 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
     """Convert DTensor placements to plain data.
 
     Raises:
-        ValueError: A placement is neither Shard nor Replicate, such as Partial, which cannot store a weight.
+        ValueError: A placement is neither Shard nor Replicate. It may be Partial, which cannot store a weight.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -180,14 +182,14 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
 
 
 def lies_as_placed(param: DTensor) -> bool:
-    """True if the shape of this rank's storage matches the placements, so that another tensor can be redistributed to
-    them."""
+    """True if the shape of this rank's storage matches the parameter's placements. Only then can another tensor be
+    redistributed to these placements and match the storage."""
     implied = _implied(tuple(param.shape), param.device_mesh, param.placements)
     return meshes.same_storage(implied, tuple(param._local_tensor.shape))
 
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
-    """Shape of this rank's storage of a tensor of this shape and placements."""
+    """Compute the shape of this rank's local part of a tensor with this global shape and these placements."""
     return meshes.read_at(shape, tuple(mesh.shape), cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]
 
 
@@ -196,15 +198,15 @@ def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
 
 def tell_chunk(
     local: Tensor,  # the DTensor's own local tensor
-    offsets: tuple[int, ...],  # index of its first element in the global tensor
+    offsets: tuple[int, ...],  # index in the global tensor of the first element of `local`
 ) -> None:
-    """Attach methods to `local` that tell torch's checkpoints its offsets in the global tensor."""
+    """Attach methods to `local` from which torch's checkpoints learn its offsets in the global tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=local.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # must not reference `local`: that would be a cycle
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # no reference to `local` (cycle)
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())

@@ -1,8 +1,8 @@
 """1-D shards that cut a matrix at arbitrary elements: ZeRO's partitions and Megatron's distributed optimizer.
 
-An attribute of the shard, set with `mark_flat` by the code that creates it, says which part of which tensor it is. When
-a plan is made, ranks exchange their ranges, which must cover the tensor exactly once. A rank that stores nothing has an
-empty shard.
+The code that creates a shard calls `mark_flat` to attach a description: which tensor the shard belongs to, and at which
+element it begins. When a plan is made, ranks exchange their element ranges, which must cover the tensor exactly once. A
+rank that stores nothing has an empty shard.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class FlatShard:
     Attributes:
         shape: Shape of the whole tensor.
         start: Index of the first element in the flattened tensor, or in its flattened tensor-parallel shard.
-        group: Process group whose ranks share the tensor (or the tensor-parallel shard). Gradient norms count every
-            rank's part, so frameworks that replicate parts must clip gradients themselves.
-        kind: Name of such shards in messages, known to users.
-        tp_group: The tensor-parallel group, if there is one. `group` then joins ranks with the same index in it.
-        cut: Cut of the tensor into equal parts over `tp_group`. None: each of its ranks has the whole tensor.
-        home: Device that the shard belongs to if it is offloaded to the CPU.
-        copies: True if the ranks of `tp_group` store replicas of this shard (FSDP1's HYBRID_SHARD), without tensor
-            parallelism.
+        group: Process group whose ranks share the tensor (or the tensor-parallel shard). Gradient norms count the part
+            of every rank in it, so frameworks that replicate parts must clip gradients themselves.
+        kind: Name of this kind of shard, for messages, in words that users know.
+        tp_group: The tensor-parallel group, if there is one. `group` then consists of ranks that have the same index in
+            their tensor-parallel groups.
+        cut: Cut of the tensor into equal parts over `tp_group`. None: every rank of `tp_group` has the whole tensor.
+        home: Accelerator from which the shard was offloaded to the CPU; None: the shard is not offloaded.
+        copies: True if there is no tensor parallelism, and the ranks of `tp_group` store replicas of this shard
+            (FSDP1's HYBRID_SHARD).
 
     Raises:
         ValueError: Flat ranges are not supported for this cut.
@@ -117,7 +118,7 @@ class FlatEngine(Engine):
 
 
 def home_of(param: Tensor) -> torch.device | None:
-    """Device that a CPU-offloaded flat shard belongs to; None for other tensors."""
+    """Return the accelerator from which a flat shard was offloaded to the CPU; None for other tensors."""
     info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
     home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
     return home if param.device.type == "cpu" else None

@@ -8,8 +8,8 @@ torch's FSDP1 that this package reads are in this file, as defined in torch 2.13
     part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of forward
     and backward, each is a 1-D view of this rank's elements, or empty. The assignment of elements to ranks never
     changes once the unit is made. With NO_SHARD, every rank stores the whole flat parameter, and original parameters
-    keep their shapes. With `use_orig_params=False`, the flat parameter replaces the original ones; it mixes matrices
-    and vectors, so it raises an error.
+    keep their shapes. With `use_orig_params=False`, the flat parameter replaces the original ones. It mixes matrices
+    and vectors, so this package rejects it with an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shardmuon.layout.engines.flat import FlatEngine, FlatShard
 
 
 class UnitPlace(NamedTuple):
-    """A parameter's place in FSDP1's units.
+    """The location of a parameter in an FSDP1 unit (a wrapped module).
 
     Attributes:
         unit: Weak reference to the unit that holds the parameter.
         number: Index of the parameter in the unit's flat parameter.
         info: Description of this rank's shard of the parameter.
         numel: Number of elements of the parameter stored on this rank.
-        fault: Reason why the elements are not in row-major order or cannot be determined; None if they are.
+        fault: Reason why the shard is not a range of the parameter's elements in row-major order; None if it is.
         is_sharded: True if the unit shards its parameters, False for NO_SHARD.
     """
 
@@ -58,12 +58,12 @@ _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace
 
 
 def know(objects: Iterable[Any]) -> None:
-    """Record the place of each parameter of the FSDP1 units among these objects. Skips units whose process group has
-    been destroyed."""
+    """Find the FSDP1 units among these objects, and record the location of each of their parameters. Units whose
+    process group has been destroyed are skipped."""
     module: Any = sys.modules.get("torch.distributed.fsdp")
     kind = None if module is None else module.FullyShardedDataParallel
     for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-        handle: Any = getattr(unit, "_handle", None)  # None: no parameters of its own, or not yet built
+        handle: Any = getattr(unit, "_handle", None)  # None: no own parameters, or not yet built
         if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
             _note(unit, handle, handle.flat_param)
 
@@ -71,7 +71,7 @@ def know(objects: Iterable[Any]) -> None:
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     is_sharded = bool(handle.uses_sharded_strategy)
     group = GroupRef.of(handle.process_group)
-    # group of the ranks that store replicas of this shard (HYBRID_SHARD)
+    # with HYBRID_SHARD, the group of ranks that store replicas of this rank's shard
     copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
@@ -92,13 +92,13 @@ def is_flattened(param: Tensor) -> bool:
 
 
 def place_of(param: Tensor) -> UnitPlace | None:
-    """Find a parameter's place in FSDP1's units. None: it is not managed by FSDP1, or its model cannot be found."""
+    """Find a parameter's location in the FSDP1 units. None: FSDP1 does not manage it, or its model is not found."""
     if not is_flattened(param):
         return None
     found: UnitPlace | None = _PLACES.get(param)
     if found is None or not found.holds(param):
         _PLACES.pop(param, None)
-        know(gc.get_objects())  # a parameter has no reference to its unit
+        know(gc.get_objects())  # search all objects, since a parameter has no reference to its unit
         found = _PLACES.get(param)
     return found
 
@@ -124,7 +124,7 @@ def refuse_flat(param: Tensor) -> None:
 
 
 def lies_elsewhere(param: Tensor) -> bool:
-    """True if FSDP1 stores no element of the parameter on this rank, so that the parameter has no state here."""
+    """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
     place = place_of(param)
     return place is not None and place.numel == 0
 
@@ -134,7 +134,7 @@ class FSDP1Engine(FlatEngine):
 
     def recognizes(self, param: Tensor) -> bool:
         place = place_of(param)
-        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD: a plain tensor
+        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD leaves a plain tensor
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

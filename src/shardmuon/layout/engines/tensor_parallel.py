@@ -1,12 +1,13 @@
 """Plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
 
-The ranks of the group are not recorded in the tensor, so the user passes them (`tp_group`); the dim of the cut is given
-by the tensor's attributes (`tensor_model_parallel`, `partition_dim`, `partition_stride`). The global size of that dim
-is the sum of the shards' sizes, which ranks exchange.
+A tensor does not record the ranks that share it, so the user passes them (`tp_group`). Attributes of the tensor
+(`tensor_model_parallel`, `partition_dim`, `partition_stride`) give the dim that is cut. The global size of this dim is
+the sum of the shards' sizes, which ranks exchange.
 
 [Note: global shape]
-    A rank sees only its own shard. Once a layout table has been made, the global shape is stored on the parameter,
-    together with the shard's signature at that time. Before that, shards are assumed to have equal shapes.
+    A rank sees only its own shard. Once ranks have exchanged their shapes to make a layout table, the global shape is
+    stored as an attribute of the parameter, together with the shard's signature (local shape, dtype, device, cut). The
+    attribute is ignored if the signature changes. Without it, all shards are assumed to have equal shapes.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class TensorParallelEngine(Engine):
     shards: GroupRef
 
     def cut(self, param: Tensor) -> Cut | None:
-        """Return the dim and stride of the tensor's cut over the group; None if every rank has the whole tensor.
+        """Return the dim and stride along which the group cuts the tensor; None if every rank has the whole tensor.
 
         Raises:
-            ValueError: See `cut_of`.
+            ValueError: The tensor's attributes name an invalid dim or stride.
         """
         cut = cut_of(param)
         return cut if len(self.shards.ranks) > 1 else None
@@ -72,10 +73,11 @@ class TensorParallelEngine(Engine):
         return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
-        return Engine.signature(self, param), self.shards, self.cut(param)  # not super(): it breaks with slots
+        return Engine.signature(self, param), self.shards, self.cut(param)
 
     def knows_shape(self, param: Tensor) -> bool:
-        """True if the global shape is known, not assumed from equal shards, see [Note: global shape]."""
+        """True if the global shape is known. False if `shape` can only assume that all shards have equal shapes
+        ([Note: global shape])."""
         return self.cut(param) is None or self._known(param) is not None
 
     def shape(self, param: Tensor) -> Ints:
@@ -118,8 +120,8 @@ def cut_of(param: Tensor) -> Cut | None:
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
-    """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer, since
-    experts have their own.
+    """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer. The
+    optimizer's groups are for dense parameters, and experts need other groups.
 
     Args:
         param: The parameter.
