@@ -6,9 +6,9 @@ needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m 
 2 k m x m x n products and k symmetric m x m x m products.
 
 [Note: restarts]
-    Rounding leaves R with small spurious negative eigenvalues. A step multiplies them by at least a^2, and a schedule by
-    the square of its slope, the product of the a's: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. A
-    restart recomputes R, so that only the slope since the restart counts. The iteration restarts before a step that
+    Rounding leaves R with small spurious negative eigenvalues. A step multiplies them by at least a^2, and a schedule
+    by the square of its slope, the product of the a's: 485^2 for torch's five steps, 6363^2 for eight of Polar Express.
+    A restart recomputes R, so that only the slope since the restart counts. The iteration restarts before a step that
     would raise this slope above `_MOST_SLOPE`, which keeps errors close to those of the standard form
     (docs/adr/0043-restarts-by-slope.md). There are two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
