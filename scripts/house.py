@@ -490,7 +490,7 @@ ROWS = {
     1: Row("plain step: calls / functions / files, C calls", "80 / 50 / 10, 160", row_plain),
     2: Row("step of an FSDP2 rank: calls / functions / files", "110 / 65 / 12", lambda: str(sharded_step())),
     3: Row("lines of the functions of 1 and 2: median / p90 / longest", "15 / 40 / 60", row_lines),
-    4: Row("statements without foresight, audit, testing, QK-clip, commands", "6,000", row_statements),
+    4: Row("statements without price, foresight, audit, testing, QK-clip, commands", "6,000", row_statements),
     5: Row("places that catch and do not raise", "12", row_catches),
     6: Row("caches and weak maps of a process", "12", row_kept),
     7: Row("circles of imports / files with an import not from below", "0 / 0", row_imports),

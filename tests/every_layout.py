@@ -18,8 +18,8 @@ from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Traffic
 from shardmuon.foresight.counting import count_plan
 from shardmuon.layout.table import Ranks
-from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import Plan
+from shardmuon.price.machines import Machine
 from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS

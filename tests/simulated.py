@@ -22,9 +22,9 @@ from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
-from shardmuon.plan.machines import MACHINES, Machine
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners

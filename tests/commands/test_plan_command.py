@@ -22,7 +22,7 @@ from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, Time, _Known, seconds
 from shardmuon.foresight.models import build
 from shardmuon.foresight.report import _lanes, _number, _sections, _size
-from shardmuon.plan.pipeline import Event, Phase
+from shardmuon.price.clock import Event, Phase
 
 DENSE = decoder(96, 48, 2, 4, 2, 12, 80)
 MOE = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=8, moe_intermediate_size=640)

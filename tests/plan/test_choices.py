@@ -22,8 +22,8 @@ from shardmuon.foresight.hardware import load, names
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.buckets import _lines, _narrowed, _prices, _shares_of, cheapest
 from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.machines import MACHINES, SIDES, Machine, machine_of
 from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.price.machines import MACHINES, SIDES, Machine, machine_of
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of

@@ -8,8 +8,9 @@ import random
 
 import pytest
 
-from shardmuon.plan import pipeline
-from shardmuon.plan.pipeline import BucketTimes
+from shardmuon.plan.turns import turns
+from shardmuon.price import clock
+from shardmuon.price.clock import BucketTimes
 
 B = BucketTimes  # pack, gather, orthogonalize, scatter, apply, fill, relay, finish
 
@@ -30,19 +31,19 @@ B = BucketTimes  # pack, gather, orthogonalize, scatter, apply, fill, relay, fin
 def test_a_step_ends_when_its_parts_say(
     ranks: list[list[BucketTimes]], first: float, last: float, overlap: float, ends: list[float]
 ) -> None:
-    assert [course.end for course in pipeline.run(ranks, first, [last] * len(ranks), overlap)] == ends
+    assert [course.end for course in clock.run(ranks, first, [last] * len(ranks), overlap, turns)] == ends
 
 
 def test_ranks_of_different_groups_in_different_order_still_end() -> None:
     a, b, c = (BucketTimes(key, 1, 1, 1, 1, 1) for key in "abc")
-    assert all(math.isfinite(course.end) for course in pipeline.run([[a, b, c], [c, b, a]], 0, [0, 0], 1.0))
+    assert all(math.isfinite(course.end) for course in clock.run([[a, b, c], [c, b, a]], 0, [0, 0], 1.0, turns))
 
 
 def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_in_a_row() -> None:
     generator = random.Random(0)
     for _ in range(200):
         works = [BucketTimes(i, *(generator.random() for _ in range(5))) for i in range(generator.randrange(1, 7))]
-        slow, fast = (pipeline.run([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
+        slow, fast = (clock.run([works], 0.0, [0.0], share, turns)[0] for share in (0.0, 1.0))
         computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
         carried = sum(w.gather + w.scatter for w in works)
         rounding = 2.0**-40  # of a few dozen sums of numbers below 1
@@ -54,7 +55,7 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
     """A relay is given when the next bucket is computed, and what it brings is applied at the end."""
     works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
-    (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
+    (course,) = clock.run([works], 0.0, [0.0], 1.0, turns)
     relays = [e.start for e in course.events if e.phase == "relay"]
     assert relays == [20.0, 30.0, 38.0]  # the last one waits for the one before it
     assert (course.end, course.waited) == (38.0 + 8.0 + 1.0, 14.0)
@@ -62,7 +63,7 @@ def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
 
 def test_events_follow_each_other_and_fill_the_step() -> None:
     works = [BucketTimes(i, 1.0, 2.0, 3.0, 2.0, 1.0) for i in range(4)]
-    (course,) = pipeline.run([works], 5.0, [7.0], 0.5)
+    (course,) = clock.run([works], 5.0, [7.0], 0.5, turns)
     computing = [e for e in course.events if e.phase not in ("gather", "scatter")]
     assert all(a.end <= b.start for a, b in itertools.pairwise(computing))
     assert course.events[0].phase == "begin" and course.events[-1] == (-1, "adamw", course.end - 7.0, course.end)

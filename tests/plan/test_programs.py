@@ -20,9 +20,9 @@ from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.buckets import _shares_of
 from shardmuon.plan.items import Item, Policy, Spec
-from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.plan import make_plan
 from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, make_program
+from shardmuon.price.machines import MACHINES
 
 
 @pytest.mark.parametrize("seed", range(12))

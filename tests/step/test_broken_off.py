@@ -30,7 +30,7 @@ import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.comm.groups import MADE
 from shardmuon.errors import UNCHANGED
-from shardmuon.plan.pipeline import turns
+from shardmuon.plan.turns import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
 

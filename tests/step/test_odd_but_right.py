@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import shardmuon.orthogonalize
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
-from shardmuon.plan.machines import MACHINES
+from shardmuon.price.machines import MACHINES
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of

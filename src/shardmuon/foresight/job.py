@@ -20,8 +20,8 @@ from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig
 from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 from shardmuon.step.binding import check_blocks, make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage

@@ -21,9 +21,10 @@ import numpy as np
 from shardmuon.foresight.counting import BucketCount, RankClass, Sent
 from shardmuon.foresight.hardware import Ends, Hardware, Rates, Time, load
 from shardmuon.foresight.job import Exact, exact_of
-from shardmuon.plan import pipeline
-from shardmuon.plan.pipeline import BucketTimes, Course, Event
 from shardmuon.plan.plan import Plan
+from shardmuon.plan.turns import turns
+from shardmuon.price import clock
+from shardmuon.price.clock import BucketTimes, Course, Event
 
 _FACTORS = {
     "products": "how much of the peak the matrix products reach",
@@ -166,11 +167,12 @@ class _Pricer:
         classes of that pipeline stage, which exchange nothing with other stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
-        return pipeline.run(
+        return clock.run(
             [[times[number] for number in self._held[i]] for i in which],
             sum(float(seconds[pick[factor]]) for factor, seconds in self._first.items()),
             [float(self._adamw[i][pick["memory"]]) for i in which],
             float(self._overlap[pick["overlap"]]),
+            turns,
         )
 
     def _times(self, number: int, pick: _Pick) -> BucketTimes:

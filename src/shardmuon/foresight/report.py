@@ -15,8 +15,8 @@ from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
 from shardmuon.foresight.job import Exact, count
 from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.plan.machines import MACHINES
-from shardmuon.plan.pipeline import Event
+from shardmuon.price.clock import Event
+from shardmuon.price.machines import MACHINES
 
 
 def plan(

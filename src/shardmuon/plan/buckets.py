@@ -3,23 +3,23 @@ work for every owner, that is, every rank that orthogonalizes some of the matric
 
 [Note: the price of buckets]
     The price of a choice is the estimated time of a step. It is found by simulating the loop that executes the buckets
-    (pipeline.py) on every rank that has the most to compute in some bucket. An exchange takes as long as the rank that
-    sends or receives most. Half of an exchange is assumed to overlap with computation, for lack of a better estimate.
-    Prices are integers (nanoseconds), so that all ranks get the same results.
+    (`price.clock`) on every rank that has the most to compute in some bucket. An exchange takes as long as the rank
+    that sends or receives most. Half of an exchange is assumed to overlap with computation, for lack of a better
+    estimate. Prices are integers (nanoseconds), so that all ranks get the same results.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import isqrt
 from typing import NamedTuple
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.plan import pipeline
 from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec
-from shardmuon.plan.machines import SIDES, Machine
+from shardmuon.plan.turns import turns
+from shardmuon.price.machines import Machine
+from shardmuon.price.timing import Priced, Spread, products_of, step_ns, timed
 
 _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
 _TAILS = (1, 2, 4)
@@ -58,7 +58,7 @@ def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Wa
             notes.append(note)
             total += ns
         elif len(alike.ranks) > 1:
-            total += max(_timed([prices[item.key] for item in share], alike.itemsize, policy.machine).computed.values())
+            total += max(timed([prices[item.key] for item in share], alike.itemsize, policy.machine).computed.values())
     return Way(items, moving, total, tuple(notes))
 
 
@@ -113,7 +113,7 @@ def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
 
 
 def _by_price(
-    alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy
+    alike: Bucket, items: _Share, prices: Mapping[Key, Priced], policy: Policy
 ) -> tuple[list[_Share], int, str]:
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
     that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
@@ -121,10 +121,10 @@ def _by_price(
     # keys: largest number of elements on any rank, number of buckets, nanoseconds
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
-        buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
+        buckets = [timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
         for step in (1, -1)[: len(shares)]:  # try both orders of the buckets
-            found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
+            found.setdefault((taken, len(shares), step_ns(buckets[::step], turns)), shares[::step])
     limit = min(ns for *_, ns in found) * _NO_DEARER
     best = min(option for option in found if option[2] * 100 <= limit)
     taken, num, ns = best
@@ -138,7 +138,7 @@ def _by_price(
     )
 
 
-def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
+def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, Priced], policy: Policy) -> Iterator[list[_Share]]:
     """Yield the splits into buckets that are to be compared. Matrices are first split into different numbers of waves
     with matrices of all owners; then each wave is one bucket, or is split further by owners."""
     most = sum(item.numel for item in items)
@@ -172,7 +172,7 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
     return list(lines.values())
 
 
-def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, _Priced]) -> list[_Share]:
+def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[Key, Priced]) -> list[_Share]:
     """Split waves (buckets with matrices of all owners) into parts with different owners. The last wave gets `tail`
     parts and the other waves get half as many, so that relays of results to other replicas begin early and the last
     relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
@@ -235,161 +235,24 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
 
 # ------------------------------------------------------------------------------------------------------ estimated time
 
-_FULL = 3 << 20  # largest total size of the Gram matrices of one batch, in elements, see `orthogonalize.slots`
-_LAUNCHES = 30  # kernel launches of five Newton-Schulz steps
-_PACKS, _APPLIES, _FILLS = 30, 26, 12  # memory traffic of these phases in bytes per element, see `foresight.hardware`
 
-
-class _Spread(NamedTuple):
-    """Counts of the ranks that store the matrices of a layout.
-
-    Attributes:
-        holders: Number of ranks in one replica.
-        inside: Largest number of ranks of one replica on the same node.
-        replicas: Number of replicas.
-        near: Largest number of replicas on the same node.
-    """
-
-    holders: int
-    inside: int
-    replicas: int
-    near: int
-
-
-class _Priced(NamedTuple):
-    """Properties of a matrix on which the time to exchange and orthogonalize it depends.
-
-    Attributes:
-        owner, replica: Rank that orthogonalizes the matrix (the first, if each replica has one), and the index of this
-            rank's replica.
-        numel: Number of elements.
-        batch, ns: Number of equal matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
-            long as a full one.
-        spread: Counts of the ranks that store the matrix.
-    """
-
-    owner: int
-    replica: int
-    numel: int
-    batch: int
-    ns: int
-    spread: _Spread
-
-
-def _prices(specs: Sequence[Spec], items: Iterable[Item], machine: Machine) -> dict[Key, _Priced]:
-    spreads, found = dict[ParamLayout, _Spread](), dict[Key, _Priced]()
+def _prices(specs: Sequence[Spec], items: Iterable[Item], machine: Machine) -> dict[Key, Priced]:
+    spreads, found = dict[ParamLayout, Spread](), dict[Key, Priced]()
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
         if layout not in spreads:
             spreads[layout] = _spread_of(layout, machine.per_node)
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
-        batch = _products_of(item.short, item.how, item.cost, machine)
-        found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
+        batch = products_of(item.short, item.how, item.cost, machine)
+        found[item.key] = Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
     return found
 
 
-def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
+def _spread_of(layout: ParamLayout, per_node: int) -> Spread:
     """Count the ranks of a layout in total and per node, with `per_node` ranks on a node. The first replica and the
     ranks that store the first piece are taken as typical of the others."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
     on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
     inside, near = (max(counts, default=1) for counts in on_nodes)
-    return _Spread(len(replica), inside, len(first), near)
-
-
-def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices with this short side, and the nanoseconds to orthogonalize a batch. `how`:
-    text that names the compute dtype. `flops`: floating point operations for one matrix."""
-    words = how.split()
-    rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
-    size = 1 << (size.bit_length() - 1)
-    # a batch is faster than one matrix but slower than a single product of the batch's total size: take the geometric
-    # mean of the shares of the peak that the two reach
-    share = isqrt(_share(short**3, machine) * _share(size * short**3, machine))
-    return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)
-
-
-def _share(volume: int, machine: Machine) -> int:
-    """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume`: side**3."""
-    found = (share for side, share in zip(SIDES, machine.shares, strict=True) if volume <= side**3)
-    return next(found, machine.shares[-1])
-
-
-class _Timed(NamedTuple):
-    """Times and memory of a bucket.
-
-    Attributes:
-        work: Times of the bucket's phases without orthogonalization, on the rank that owns the least of the bucket.
-        computed: Owner -> time of its matrix products and of the copies around them.
-        taken: Largest number of elements on any rank: the matrices that it owns, and results received by the relay.
-    """
-
-    work: pipeline.BucketTimes
-    computed: Mapping[int, int]
-    taken: int
-
-
-def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
-    """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on by replica, the rest by owner
-    for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
-        computed[owner] += -(-count // size) * ns
-    sent = relayed = 0  # elements that each rank sends in the gather, and receives in the relay
-    for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
-        came[owner] += numel - numel // holders
-        kept[owner] += numel // holders
-        passed_on[replica] += numel * (replicas - 1) // holders
-        sent += numel // (holders * replicas)
-        relayed += (numel - numel // replicas) // holders
-    for owner, elements in came.items():
-        computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
-    most = max(one.spread for one in matrices)
-    if len(kept) >= most.holders * most.replicas:  # every rank owns a matrix and keeps its own part of it
-        sent -= min(sent, min(kept.values()))
-    gather = relay = None
-    copied = 0  # nanoseconds to copy into the relay's send buffer
-    if most.holders > 1:
-        gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
-    if most.replicas > 1:
-        replicas, near = max(one.spread[2:] for one in matrices)
-        size = itemsize * max(relayed, *passed_on.values())
-        relay, copied = _exchange_ns(size, replicas, near, machine), 2 * size * 1000 // machine.memory
-    held = 1 + kept.total()
-    idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
-
-    def passed(each: int, elements: int) -> int:  # nanoseconds for `each` bytes per element, and on the host
-        return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
-
-    work = pipeline.BucketTimes(
-        key=0,
-        pack=half + passed(_PACKS, sent),
-        gather=gather,
-        orthogonalize=0,
-        scatter=gather,
-        apply=half + passed(_APPLIES, held - idle) + copied,
-        fill=passed(_PACKS, own) + passed(_FILLS, idle),
-        relay=relay,
-        finish=0 if relay is None else half + passed(_APPLIES, idle),
-    )
-    return _Timed(work, computed, max(came[owner] + kept[owner] for owner in kept) + relayed)
-
-
-def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
-    """Estimate the nanoseconds of an exchange in which each rank sends `size` bytes, divided evenly among `ranks`
-    ranks, of which `inside` are on the same node."""
-    others = max(1, ranks - 1)
-    near, far = size * (inside - 1) // others, size * (ranks - inside) // others
-    latency = (machine.across if ranks > inside else machine.inside) + machine.peer * (ranks - 1)
-    return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
-
-
-def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Estimate the nanoseconds of a step with these buckets, in this order: see [Note: the price of buckets]."""
-    slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
-    ranks = [
-        [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]
-        for rank in dict.fromkeys(slowest)
-    ]
-    return int(max(course.end for course in pipeline.run(ranks, 0, [0] * len(ranks), 0.5)))
+    return Spread(len(replica), inside, len(first), near)

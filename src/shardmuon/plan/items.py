@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
+from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 
 Route = Literal["local", "owner"]
 Key = tuple[int, int]  # index of a parameter, index of the matrix in it

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.items import Item, Key, Spec
-from shardmuon.plan.machines import Machine
+from shardmuon.price.machines import Machine
 
 _LATE = 1.03  # a rank with more than this multiple of the mean load gives matrices to other ranks
 

@@ -31,9 +31,9 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser, Task, is_narrow, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.items import Bucket, Kept, Policy, Spec
-from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.price.machines import machine_of
 from shardmuon.step.bucket import Bound, Buckets
 from shardmuon.step.options import Group, Settings
 from shardmuon.step.stages import WeightSet, weight_sets
