@@ -22,8 +22,7 @@ def _matrix(world: int) -> Tensor:
     local = torch.empty(DIM // world, DIM, device=CUDA)
     if world == 1:
         return local
-    mesh = init_device_mesh("cuda", (world,))
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((DIM, DIM)), stride=(DIM, 1))
+    return DTensor.from_local(local, init_device_mesh("cuda", (world,)), [Shard(0)], run_check=False)
 
 
 @pytest.mark.parametrize("world", [1, 8])
