@@ -46,7 +46,7 @@ class Refused(RuntimeError):
 def launches_of(name: str, args: Sequence[Any]) -> int:
     """The kernels of an operation. One on lists is a launch if all tensors are dense, of one dtype in a list (in all
     lists, copies aside), and each has the sizes and strides of its partners in the other lists; else torch falls back
-    to one launch a tensor. (Lists of more than about 36 tensors are several; nothing here is to know that.)"""
+    to one launch a tensor. That it cuts long lists into several launches is not counted."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     if not name.startswith("_foreach") or not lists:
         return 1
