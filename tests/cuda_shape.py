@@ -129,16 +129,15 @@ class CudaShape(TorchDispatchMode):
             "get_device_capability": lambda *args: (9, 0),
             "get_device_properties": lambda *args: _PROPERTIES,
             "is_current_stream_capturing": lambda: self._sync_mode == "capture",
-            "synchronize": mock.Mock(),
-            "Event": lambda **options: mock.Mock(query=self._query),
-            "Stream": mock.Mock,
-            "current_stream": mock.Mock(),
-            "stream": contextlib.nullcontext,
+            "synchronize": lambda *args: self._wait("synchronize"),
+            "Event": lambda **options: mock.Mock(spec=["record", "query"], query=self._query),
+            "current_stream": lambda *args: None,
             "CUDAGraph": mock.Mock,  # of which only the capture is real: nothing is replayed
             "graph": self._capture,
             "set_sync_debug_mode": lambda mode: setattr(self, "_sync_mode", mode),
         }
         enter(mock.patch.multiple(torch.cuda, **cuda))
+        enter(mock.patch.object(torch.accelerator, "synchronize", cuda["synchronize"]))
         enter(mock.patch.object(torch.accelerator, "current_accelerator", return_value=CUDA))
         enter(mock.patch.object(torch.accelerator, "current_device_index", return_value=0))
         enter(mock.patch.object(torch.cuda.tunable, "is_enabled", return_value=False))
@@ -212,15 +211,15 @@ class CudaShape(TorchDispatchMode):
         return out.clone() if name == "_to_copy" and any(out is t for t in inner_args) else out
 
     def _refuse(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        strangers = [
-            t for t in tensors if not isinstance(t, OnDevice) and t.dim()
-        ]  # kernels take numbers from anywhere
+        # kernels take a number from anywhere
+        strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]
         if name not in _COPIES and 0 < len(strangers) < len(tensors):
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")
         if name == "linalg_vector_norm" and not _where().startswith("auditing/"):
             x, dtype = tensors[0], kwargs.get("dtype") or tensors[0].dtype
             # CUDA's sums halves in fp32 as it reads them, and makes a copy in any other wider dtype
-            if dtype != x.dtype and (dtype, x.dtype.itemsize) != (torch.float32, 2) and min(x.shape[-2:]) > 1:
+            sums = dtype == x.dtype or (dtype, x.dtype.itemsize) == (torch.float32, 2)
+            if not sums and x.dim() > 1 and min(x.shape[-2:]) > 1:
                 raise Refused(f"{func}: a copy of {x.dtype} {tuple(x.shape)} in {dtype}, at {_where()}")
 
     def _record(

@@ -380,6 +380,7 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
             x.nonzero,
             lambda: x[x > 0],
             lambda: torch.equal(x, x),
+            torch.cuda.synchronize,
             lambda: x.copy_(torch.zeros(3)),
             lambda: torch.empty(3).copy_(x, non_blocking=True),  # memory that is not pinned is waited for
         ]
