@@ -70,9 +70,12 @@ class _Job:
         given = {"lr": 0.05, "weight_decay": 0.1, **options}
         self.optimizer = Muon([group for group in groups if group["params"]], **given)
 
-    def step(self, number: int = 0) -> None:
+    def set_gradients(self, number: int) -> None:
         for i, p in self.params.items():
             p.grad = self.place(_normal(*SHAPES[i], seed=100 * (number + 1) + i).to(p.dtype))
+
+    def step(self, number: int = 0) -> None:
+        self.set_gradients(number)
         self.optimizer.step()
 
     def values(self) -> dict[str, Tensor]:
@@ -156,12 +159,11 @@ def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> Non
         warnings.simplefilter("always")
         job = _Job(**STANDARD, weight_decay=0.0, variant="normuon+hyperball")
         job.params[0].detach().zero_()
-        mode.clear()
         for number in range(3):
-            for p in job.params.values():
-                p.grad = torch.full_like(p, number + 1.0)
+            job.set_gradients(number)
+            mode.clear()
             job.optimizer.step()
-        assert not mode.waits
+            assert not mode.waits
     texts = [str(w.message) for w in said if "zero before the first step" in str(w.message)]
     assert [text.startswith("parameter 0 of group 0: zero") for text in texts] == [True]
 
@@ -206,9 +208,7 @@ def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, 
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _Job(lambda full: distribute_tensor(_there(full), mesh, [placement], src_data_rank=None), **options)
         job.step(0)
-        grads = [job.place(_normal(*shape, seed=200 + i)) for i, shape in enumerate(SHAPES)]
-        for p, grad in zip(job.params.values(), grads, strict=True):
-            p.grad = grad
+        job.set_gradients(1)
         mode.clear()
         job.optimizer.step()
         return job.values(), mode.waits, mode.uploads
