@@ -52,11 +52,10 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     buckets, relays, work, matrices = [], [0], [], []
     for bound in optimizer.binding.buckets_without(frozenset()).bounds:
         program = bound.program
-        wires = [sum(w.sent) + sum(w.came) for w in (program.gather, program.scatter)]
-        if program.relay is not None:
-            relays.append(4 * (sum(program.relay.sent) + sum(program.relay.came)))
-            wires.append(relays[-1] // 4)
-        buckets.append(4 * (program.batch_numel + max(wires)))
+        exchanges = [wire for wire in (program.gather, program.scatter, program.relay) if wire is not None]
+        wires = [4 * (sum(wire.sent) + sum(wire.came)) for wire in exchanges]
+        relays += wires[2:]
+        buckets.append(4 * program.batch_numel + max(wires))
         matrices.append(4 * program.batch_numel)
         for batch in program.batches:
             x = torch.empty(batch.shape).normal_()
