@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_shape import CUDA, CudaShape, fake_ranks
-from mirrored import mirrored_lanes
+from cuda_shape import CUDA, CudaShape
 from test_qk_clip import Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +22,7 @@ def _matrix(world: int) -> Tensor:
     local = torch.empty(DIM // world, DIM, device=CUDA)
     if world == 1:
         return local
-    mesh = init_device_mesh("cuda", (world,))
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((DIM, DIM)), stride=(DIM, 1))
+    return DTensor.from_local(local, init_device_mesh("cuda", (world,)), [Shard(0)], run_check=False)
 
 
 @pytest.mark.parametrize("world", [1, 8])
@@ -33,7 +31,7 @@ def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
         Attention(str(i), HEADS, HEADS, (Rows(f"q{i}", (("q", DIM),)), Rows(f"k{i}", (("k", DIM),))))
         for i in range(LAYERS)
     ]
-    with CudaShape(mirror=world > 1, values=False) as mode, fake_ranks(world), mirrored_lanes():
+    with CudaShape(ranks=world, values=False) as mode:
         params = [(f"{name}{i}", nn.Parameter(_matrix(world))) for i in range(LAYERS) for name in "qk"]
         optimizer = Muon([{"params": params}], lr=1e-3)
         maxima = {layer.name: torch.empty(HEADS, device=CUDA) for layer in layers}
@@ -42,10 +40,9 @@ def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
             mode.clear()
             scaler.reduce(lambda: maxima)
             scaler.apply_()
-        assert dict(mode.waits) == {}
-        assert dict(mode.uploads) == {}
+        assert mode.waits == mode.uploads == []
         # a layer: its vector, largest of each group, the rule (10), the factors (5); of q and of k rows (2), a product
-        assert sum(mode.launches.values()) <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
+        assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 
 def test_measuring_and_stepping_wait_for_nothing() -> None:
@@ -60,6 +57,5 @@ def test_measuring_and_stepping_wait_for_nothing() -> None:
             for p in model.parameters():
                 p.grad = torch.empty_like(p)
             optimizer.step()
-        assert dict(mode.waits) == {}
-        assert dict(mode.uploads) == {}
+        assert mode.waits == mode.uploads == []
         clip.close()

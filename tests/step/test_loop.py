@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import Job, Spec, as_in, unlike, whole
+from tolerances import assert_bitwise
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,22 +49,6 @@ def _whole(*shape: int, seed: int) -> Tensor:
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _muon(model: nn.Module, **options: Any) -> Muon:
-    """Weights move by whole numbers only if they are zeroed: the test resets them, see `_round`."""
-    matrices = [(n, p) for n, p in model.named_parameters() if p.ndim > 1]
-    vectors = [(n, p) for n, p in model.named_parameters() if p.ndim == 1]
-    groups = [{"params": matrices}, {"params": vectors, "use_muon": False}]
-    return Muon(groups, lr=0.25, weight_decay=0.0, **options)
-
-
-def _round(model: nn.Module) -> None:
-    """Back to whole numbers, so that the next gradients are exact, too; elementwise, so the same on any layout."""
-    with torch.no_grad():
-        for p in model.parameters():
-            local = p.to_local() if isinstance(p, DTensor) else p
-            local.copy_((local * 4).round().clamp(-8, 8) / 4)
-
-
 def _batch(step: int, micro: int, rank: int) -> Tensor:
     return _whole(2, 6, seed=1000 * step + 100 * micro + rank)
 
@@ -72,47 +57,39 @@ UNUSED = 1  # the step whose batches do not use `side`
 MICROS = 3
 
 
-def _dense_run(world: int, zero: dict[str, Any]) -> _Net:
-    """The same training on one process: the gradient is the mean over ranks of the sum over micro-batches."""
-    model = _Net()
-    optimizer = _muon(model)
-    for step in range(3):
-        for micro in range(MICROS):
-            for rank in range(world):
-                (model(_batch(step, micro, rank), step != UNUSED).sum() / world).backward()
-        optimizer.step()
-        optimizer.zero_grad(**zero)
-        _round(model)
-    return model
-
-
-def _sharded_run(engine: str, zero: dict[str, Any], sync_every: bool) -> None:
+def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
+    """Weights after three steps, each on the mean over ranks of the sum over micro-batches; "alone": on one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    plain = _Net()
-    model: Any = plain
-    options: dict[str, Any] = {}
-    if engine == "ddp":
-        model = DistributedDataParallel(plain, find_unused_parameters=True)
-        options = {"process_group": dist.group.WORLD}
-    else:
+    net = _Net()
+    model: Any = DistributedDataParallel(net, find_unused_parameters=True) if engine == "ddp" else net
+    if engine in ("fsdp2", "hsdp"):
         mesh = mesh_of((world,)) if engine == "fsdp2" else mesh_of((2, world // 2))
-        fully_shard(plain.side, mesh=mesh)
-        fully_shard(plain, mesh=mesh)
-    optimizer = _muon(plain, **options)
+        fully_shard(net.side, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    kinds = ([(n, p) for n, p in net.named_parameters() if (p.ndim > 1) == use] for use in (True, False))
+    groups = [{"params": kind, "use_muon": use} for kind, use in zip(kinds, (True, False), strict=True)]
+    group = dist.group.WORLD if engine == "ddp" else None
+    optimizer = Muon(groups, lr=0.25, weight_decay=0.0, process_group=group)
     for step in range(3):
         for micro in range(MICROS):
             syncs = sync_every or micro == MICROS - 1
-            if engine != "ddp":
-                plain.set_requires_gradient_sync(syncs)  # type: ignore[operator]
-            with contextlib.nullcontext() if engine != "ddp" or syncs else model.no_sync():
-                model(_batch(step, micro, rank), step != UNUSED).sum().backward()
+            if isinstance(net, FSDPModule):
+                net.set_requires_gradient_sync(syncs)
+            with model.no_sync() if engine == "ddp" and not syncs else contextlib.nullcontext():
+                for of in range(world) if engine == "alone" else [rank]:
+                    model(_batch(step, micro, of), step != UNUSED).sum().div(
+                        world if engine == "alone" else 1
+                    ).backward()
         optimizer.step()
-        optimizer.zero_grad(**zero)
-        _round(plain)
-    expected = _dense_run(world, zero)
-    for (name, p), q in zip(plain.named_parameters(), expected.parameters(), strict=True):
-        whole = p.full_tensor() if isinstance(p, DTensor) else p
-        assert torch.equal(whole.detach(), q.detach()), name
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with torch.no_grad():
+            for local in map(local_if_any, net.parameters()):  # to quarters, so that the next gradients are exact, too
+                local.copy_((local * 4).round().clamp(-8, 8) / 4)
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in net.parameters()]
+
+
+def _as_alone(*given: Any) -> None:
+    assert_bitwise(_trained(*given), _trained("alone", *given[1:]))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +99,7 @@ def _sharded_run(engine: str, zero: dict[str, Any], sync_every: bool) -> None:
 def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_one_process(
     engine: str, set_to_none: bool, sync_every: bool, world4: RankPool
 ) -> None:
-    world4.run(_sharded_run, engine, {"set_to_none": set_to_none}, sync_every)
+    world4.run(_as_alone, engine, set_to_none, sync_every)
 
 
 # ------------------------------------------------------------------------------------------------ loss scaling

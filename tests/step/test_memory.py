@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import Job, Spec, as_in
 from live_bytes import peak_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -19,7 +21,7 @@ from shardmuon.foresight.job import exact_of
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.testing.layouts import LAYOUTS, ParamCase, groups_of, mesh_of, meshes_on
+from shardmuon.testing.layouts import LAYOUTS, mesh_of, meshes_on
 from shardmuon.testing.pool import RankPool, get_pool
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,11 +37,6 @@ COEFFICIENTS = ((3.4445, -4.7750, 2.0315),)
 def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int, int, int, int]:
     """Peak of the second step; two buckets with two more relays, and the work space, from the plan; matrices of the
     largest bucket; what `shardmuon plan` says."""
-    cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(SHAPES)}
-    generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
-    mesh = LAYOUTS[layout].mesh(dist.get_world_size())
-    params = {name: nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
     # sizes below are of fp32 products and of a wire of 4 bytes
     asked: dict[str, Any] = {
         "bucket_bytes": bucket_bytes,
@@ -49,20 +46,16 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         **options,
         **LAYOUTS[layout].options(dist.get_world_size()),
     }
-    optimizer = Muon(groups_of(params, cases), lr=1e-3, **asked)
-    for name, grad in LAYOUTS[layout].build(full, mesh).items():
-        params[name].grad = grad
-    del full
-    optimizer.step()
-    peak = peak_of(optimizer.step)
+    job = Job([{"params": [Spec(f"w{i}", shape, as_in(layout)) for i, shape in enumerate(SHAPES)]}], **asked)
+    job.step(1)
+    optimizer, peak = job.optimizer, peak_of(job.optimizer.step)
     buckets, relays, work, matrices = [], [0], [], []
     for bound in optimizer.binding.buckets_without(frozenset()).bounds:
         program = bound.program
-        wires = [sum(w.sent) + sum(w.came) for w in (program.gather, program.scatter)]
-        if program.relay is not None:
-            relays.append(4 * (sum(program.relay.sent) + sum(program.relay.came)))
-            wires.append(relays[-1] // 4)
-        buckets.append(4 * (program.batch_numel + max(wires)))
+        exchanges = [wire for wire in (program.gather, program.scatter, program.relay) if wire is not None]
+        wires = [4 * (sum(wire.sent) + sum(wire.came)) for wire in exchanges]
+        relays += wires[2:]
+        buckets.append(4 * program.batch_numel + max(wires))
         matrices.append(4 * program.batch_numel)
         for batch in program.batches:
             x = torch.empty(batch.shape).normal_()
@@ -102,9 +95,6 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
             assert work <= 5 * size
     # a smaller bound takes no more; within a bound the buckets are chosen by price, and may be smaller than asked
     assert max(p for p, *_ in small) <= max(p for p, *_ in large)
-
-
-# -------------------------------------------------------------------------------------------- where momentum lies
 
 
 # --------------------------------------------------------------------------------------------------- with FSDP2
@@ -163,12 +153,8 @@ def _offloaded_state() -> tuple[str, str, str]:
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
     w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: 0
-    try:
+    with mock.patch.object(torch.cuda, "current_device", return_value=0):
         home = offloaded_from(w)
-    finally:
-        torch.cuda.current_device = current
     wrapped = engine_of(w).wrap(torch.zeros(2, 1), w, (4, 1))
     assert isinstance(wrapped, DTensor)
     return str(home), str(wrapped.to_local().device), str(tuple(wrapped.shape))

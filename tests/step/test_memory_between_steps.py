@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import Cut, Job, Spec, as_in, unlike
 from kept_in_source import kept_by, kept_in_source
 from processes import run_to_the_end
 from spectra import normal
-from tolerances import assert_bitwise
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import nn
 from variant_cases import LATER
 
-from shardmuon import Muon
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
 from shardmuon.variants import KEPT_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,71 +65,46 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
 
-class Pair(nn.Module):
+def _job(variant: str | None, cut: Cut = torch.clone) -> Job:
     """Two matrices, one of them tall, and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.tall = nn.Parameter(normal(6, 9, seed=1)), nn.Parameter(normal(10, 4, seed=2))
-        self.gain = nn.Parameter(normal(9, seed=3))
+    matrices = {"params": [Spec("wide", (6, 9), cut), Spec("tall", (10, 4), cut)], "variant": variant}
+    vector = {"params": [Spec("gain", (9,), cut)], "use_muon": False}
+    return Job([matrices, vector], lr=0.05, weight_decay=0.0)
 
 
-def _pair(variant: str | None, sharded: bool = False) -> tuple[Pair, Muon]:
-    model = Pair()
-    if sharded:
-        fully_shard(model, mesh=mesh_of((2,)))
-    params = list(model.named_parameters())
-    groups = [{"params": params[:2], "variant": variant}, {"params": params[2:], "use_muon": False}]
-    return model, Muon(groups, lr=0.05, weight_decay=0.0)
+def _steps(job: Job, *seeds: int) -> None:
+    for seed in seeds:
+        job.step(seed)
 
 
-def _grads(model: nn.Module, number: int) -> None:
-    """Gradients placed like each parameter. The same numbers for equal parameters."""
-    for at, p in enumerate(model.parameters()):
-        p.grad = torch.full_like(p, 0.1 * (at + 1)) + p.detach() * (0.3 + 0.1 * number)
-
-
-def _steps(model: nn.Module, optimizer: Muon, *numbers: int) -> None:
-    for number in numbers:
-        _grads(model, number)
-        optimizer.step()
-
-
-def _all(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
-    """Weights and state, whole."""
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        found |= {f"{name} {key}": value.clone() for key, value in optimizer.state[p].items()}
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in sorted(found.items())}
-
-
-def _off_and_on(variant: str, between: str | None, sharded: bool = False, by_hand: bool = False) -> dict[str, Tensor]:
+def _off_and_on(variant: str, between: str | None, cut: Cut = torch.clone, by_hand: bool = False) -> Job:
     """A variant that another one takes turns with; `by_hand`: whose state is taken away by hand meanwhile."""
-    model, optimizer = _pair(variant, sharded)
-    _steps(model, optimizer, 0, 1)
-    optimizer.param_groups[0]["variant"] = between
-    _steps(model, optimizer, 2, 3)
-    states = optimizer.state.values()
+    job = _job(variant, cut)
+    _steps(job, 0, 1)
+    job.groups[0]["variant"] = between
+    _steps(job, 2, 3)
+    states = job.state.values()
     if between is None:
         assert {key for of_one in states for key in of_one} == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
     for of_one in states if by_hand else ():
         for key in KEPT_KEYS:
             of_one.pop(key, None)
-    optimizer.param_groups[0]["variant"] = variant
-    _steps(model, optimizer, 4, 5)
-    return _all(model, optimizer)
+    job.groups[0]["variant"] = variant
+    _steps(job, 4, 5)
+    return job
 
 
 @pytest.mark.parametrize("between", [None, "muon_eq"])
 @pytest.mark.parametrize("variant", ["normuon", "hyperball", "normuon+hyperball", *LATER])
 def test_a_variant_that_was_off_begins_anew(variant: str, between: str | None) -> None:
-    assert_bitwise(_off_and_on(variant, between), _off_and_on(variant, between, by_hand=True))
+    assert not unlike(_off_and_on(variant, between).held(), _off_and_on(variant, between, by_hand=True).held())
 
 
 def _on_shards(variant: str) -> None:
-    found, alone = _off_and_on(variant, None, sharded=True), _off_and_on(variant, None)
-    assert_bitwise(found, _off_and_on(variant, None, sharded=True, by_hand=True))
-    assert_bitwise({name: found[name] for name in ("wide", "tall")}, {name: alone[name] for name in ("wide", "tall")})
+    cut = as_in("fsdp2")
+    found = _off_and_on(variant, None, cut)
+    assert not unlike(found.held(), _off_and_on(variant, None, cut, by_hand=True).held())
+    assert not found.unlike_whole(_off_and_on(variant, None))
 
 
 def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:
@@ -141,48 +112,47 @@ def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:
         world2.run(_on_shards, variant)
 
 
-def _skip(model: Pair, optimizer: Muon) -> None:
+def _skip(job: Job) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    _grads(model, 7)
-    model.wide.grad.fill_(torch.inf)  # type: ignore[union-attr]
-    scaler.step(optimizer)
+    job.set_gradients(7)
+    job.first.grad.fill_(torch.inf)  # type: ignore[union-attr]
+    scaler.step(job.optimizer)
 
 
-def _fork(model: Pair, optimizer: Muon) -> None:
+def _fork(job: Job) -> None:
     """Fork workers as a data loader does: they drop what they got, and end."""
     child = os.fork()
     if not child:
         try:
-            del model, optimizer
+            del job
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
 
-def _add_and_remove_a_group(model: Pair, optimizer: Muon) -> None:
+def _add_and_remove_a_group(job: Job) -> None:
     more = nn.Parameter(normal(5, 5, seed=9))
-    optimizer.add_param_group({"params": [("more", more)]})
-    optimizer.prepare()
-    del optimizer.param_groups[-1]
-    optimizer.state.pop(more, None)
+    job.optimizer.add_param_group({"params": [("more", more)]})
+    job.optimizer.prepare()
+    del job.groups[-1]
+    job.state.pop(more, None)
 
 
-EVENTS: list[Callable[[Pair, Muon], None]] = [_skip, _fork, _add_and_remove_a_group]  # others: test_sequences.py
+EVENTS: list[Callable[[Job], None]] = [_skip, _fork, _add_and_remove_a_group]  # others: test_sequences.py
 
 
 @pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
 @pytest.mark.parametrize("event", EVENTS)
-def test_an_event_leaves_nothing_that_the_next_steps_feel(event: Callable[..., None], variant: str | None) -> None:
-    model, optimizer = _pair(variant)
-    quiet, other = _pair(variant)
-    _steps(model, optimizer, 0, 1)
-    _steps(quiet, other, 0, 1)
-    event(model, optimizer)
-    assert_bitwise(_all(model, optimizer), _all(quiet, other))
-    _steps(model, optimizer, 2, 3)
-    _steps(quiet, other, 2, 3)
-    assert_bitwise(_all(model, optimizer), _all(quiet, other))
+def test_an_event_leaves_nothing_that_the_next_steps_feel(event: Callable[[Job], None], variant: str | None) -> None:
+    job, quiet = _job(variant), _job(variant)
+    for one in (job, quiet):
+        _steps(one, 0, 1)
+    event(job)
+    assert not unlike(job.held(gradients=False), quiet.held(gradients=False))
+    for one in (job, quiet):
+        _steps(one, 2, 3)
+    assert not unlike(job.held(), quiet.held())
 
 
 # ------------------------------------------------------------------------------------- another default process group

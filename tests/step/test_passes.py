@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from typing import Any
 
@@ -30,7 +29,6 @@ from shardmuon.variants.norms import line_norms
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
 FP32, BF16 = torch.float32, torch.bfloat16
-choice_module = importlib.import_module("shardmuon.orthogonalize.choice")
 
 
 class Passes(TorchDispatchMode):
@@ -46,13 +44,11 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
         name = func.overloadpacket.__name__
-        if not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view")):
-            listed = args[0] if name.startswith("_foreach_") else ()
-            large = sum(t.numel() >= self.size for t in listed)
-            self.names[name] += large if listed else any(t.numel() >= self.size for t in tensors)
-        self.names = +self.names
+        of_lists = args[0] if name.startswith("_foreach_") else tree_leaves((args, kwargs, out))
+        large = sum(isinstance(t, Tensor) and t.numel() >= self.size for t in of_lists)
+        if large and not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view")):
+            self.names[name] += large if name.startswith("_foreach_") else 1
         return out
 
 
@@ -76,11 +72,8 @@ def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     copy back 1, update 1: seven, of tall matrices too, which are not turned; in bf16 the update is widened as it is
     added. Sizes are whole numbers of chunks of a norm, which is then one operation."""
     found = Counter(name.rstrip("_") for name in _passes(*shape, method="standard").elements())
-    wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1}
-    copies = sum(found[name] for name in ("clone", "copy", "_to_copy"))
-    assert {name: found[name] for name in wanted} == wanted, found
-    assert copies == 1, found
-    assert sum(found.values()) == sum(wanted.values()) + copies, found
+    wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1, "copy": 1}
+    assert found == wanted
 
 
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,14 +136,10 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the work in fp32 is no gain where bf16 runs at several times the rate."""
-    products = importlib.import_module("shardmuon.orthogonalize")
-    monkeypatch.setattr(choice_module, "cpu_has_bf16_matmul", lambda: native)
-    monkeypatch.setattr(products, "cpu_has_bf16_matmul", lambda: native)
+    monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
     found = rule(384, 1536, KELLER, CPU, None)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
     assert ("float32 at 1/4 of the rate" in found.reason) == native
-    assert rule(384, 384, KELLER, CPU, None).method == "standard"
-    assert rule(384, 1536, KELLER, CPU, FP32) == Choice("gram", FP32), "both in fp32: the rates do not matter"
 
 
 def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +162,8 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     layout = replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
     ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
-    groups = [group_of()] * 8
     with Passes(16 * 24) as passes:
-        ranks.step([normal(*shape, seed=10 + i) for i in range(8)], groups)
+        ranks.step([normal(*shape, seed=10 + i) for i in range(8)], [group_of()] * 8)
     assert passes.names["_foreach_lerp_"] + passes.names["_foreach_lerp"] == 8 * 4 + 8
 
 
@@ -196,8 +184,7 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
     columns, half = shape[0] < shape[1], cpu_has_bf16_matmul()
     lines = Counter(["pow", "sum"] + ["_to_copy"] * half if columns else ["linalg_vector_norm"]) + Counter(["mul_"])
     assert _passes(*shape, **how, variant="normuon") == plain + lines
-    both = _passes(*shape, **how, variant="normuon+hyperball")
-    assert both == plain + lines + Counter(of_weights)
+    assert _passes(*shape, **how, variant="normuon+hyperball") == plain + lines + Counter(of_weights)
     assert _passes(*shape, **how, variant="muon_eq") == plain - Counter(["div"]) + Counter(["mul_"])
 
 
