@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
     parser.add_argument(
-        "--engine", help="cuts parameters up: torch (default: DDP, FSDP2, HSDP, TP, EP), zero (ZeRO 1 and 2)"
+        "--engine",
+        default="torch",
+        help="cuts parameters up: torch (default: DDP, FSDP2, HSDP, TP, EP), zero (ZeRO 1 and 2)",
     )
     parser.add_argument("--tokens-per-step", type=float, help="of a training step on all ranks: 4e6")
     parser.add_argument("--active-params", type=float, help="that work on a token, of a model with experts: 3e9")

@@ -171,22 +171,20 @@ def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta
 
     Args:
         shapes: Name -> shape of every parameter, in the model's order.
-        kinds: Name of a module, or "PARENT.*" for all children of a parent -> function that makes the module from its
-            parameter's shape. Default for other modules, by weight: embedding if 2-D and named like one, else linear if
-            2-D, norm if 1-D and named norm.
+        kinds: Name of a module -> function that makes the module from its parameter's shape. Default for other
+            modules, by weight: embedding if 2-D and named like one, else linear if 2-D, norm if 1-D and named norm.
         device: Device of the parameters.
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
-        node, above = root, ""
+        node: Any = root
         *path, leaf = name.split(".")
-        for depth, part in enumerate(path, 1):
+        for part in path:
             if part not in node._modules:
-                make = kinds.get(part) or kinds.get(f"{above}.*")
-                is_leaf = depth == len(path)
-                made = make(shape) if make else _leaf(part, shape) if is_leaf else _bare(_type("Node"))
+                make = kinds.get(part)
+                made = make(shape) if make else _leaf(part, shape) if part == path[-1] else _bare(_type("Node"))
                 node.add_module(part, made)
-            node, above = cast(nn.Module, node._modules[part]), part
+            node = node._modules[part]
         node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device=device)))
     return root
 
@@ -352,7 +350,6 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     kinds: dict[str, _Make] = {
-        "layers.*": lambda shape: _bare(_type("Layer")),
         "router": lambda shape: _bare(_type("MoeTopKRouter")),
         "experts": lambda shape: _bare(_type("GptOssExperts" if c.expert_bias else "GroupedExperts")),
         "attn": lambda shape: _bare(_type("GPT2Attention"), split_size=c.hidden_size, is_cross_attention=False),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +13,18 @@ from torch import nn
 
 from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
 from shardmuon.foresight.job import Exact, count
-from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
 from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.pipeline import Event
+from shardmuon.texts import table
 
 
 def plan(
     model: str | nn.Module,
-    mesh: str | Mesh,
+    mesh: str,
     *,
     gpu: str | Path | Hardware = "h100",
-    engine: str | None = None,
+    engine: str = "torch",
     gpus_per_node: int | None = None,
     tokens_per_step: float | None = None,
     active_params: float | None = None,
@@ -59,7 +59,9 @@ def plan(
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     exact = count(
         model,
-        parse_mesh(mesh, engine, per_node),
+        mesh,
+        engine=engine,
+        gpus_per_node=per_node,
         active_params=active_params,
         device=hardware.device,
         weights=weights,
@@ -125,21 +127,19 @@ class Report:
         return self.text()
 
     def text(self, width: int = 150) -> str:
-        """Tables as text, in lines of at most `width` characters."""
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError as error:
-            raise ImportError(f"tables need rich ({error}): pip install 'shardmuon[plan]'") from None
-        file = io.StringIO()
-        out = Console(file=file, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+        """Tables as text; sentences are wrapped to lines of at most `width` characters."""
+        parts = []
         for section in _sections(self):
-            table = Table(*section.header or ("", ""), box=None, pad_edge=False, padding=(0, 2, 0, 0))
-            table.show_header = bool(section.header)
-            for row in section.rows:
-                table.add_row(*row)
-            out.print(section.title, table, *section.notes, "", sep="\n")
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
+            if section.header:
+                rows = [table([section.header, *section.rows])]
+            else:
+                names = max(len(name) for name, _ in section.rows) + 2
+                rows = [
+                    fill(name.ljust(names) + text, width, subsequent_indent=" " * names, break_on_hyphens=False)
+                    for name, text in section.rows
+                ]
+            parts.append("\n".join([section.title, *rows, *(fill(note, width) for note in section.notes)]))
+        return "\n\n".join(parts)
 
 
 # ------------------------------------------------------------------------------------------- tables, on paper or screen
@@ -239,16 +239,17 @@ def _straggler(report: Report) -> str:
     idle = sum(c.count for c in exact.classes if not c.flops)
     return (
         f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
-        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.example}, {busiest.flops / mean if mean else 1:.2f} "
-        "of the mean" + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
+        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.ranks[0]}, "
+        f"{busiest.flops / mean if mean else 1:.2f} of the mean"
+        + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
     )
 
 
 def _ranks(exact: Exact) -> _Section:
-    classes = sorted(exact.classes, key=lambda c: (-c.flops, c.example))
+    classes = sorted(exact.classes, key=lambda c: (-c.flops, c.ranks[0]))
     rows = [
         (
-            f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
+            f"{c.ranks[0]:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
             scaled((c.flops / 1e6,), 1000, _OPERATIONS) if c.flops else "none",

@@ -39,7 +39,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
-from shardmuon.foresight.layouts import in_parts
+from shardmuon.foresight.job import in_parts
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
