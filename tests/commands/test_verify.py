@@ -7,6 +7,7 @@ import importlib.util
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -139,14 +140,11 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
 ) -> None:
     """The fault is on one of two ranks, in the first layout, with one of the products."""
 
-    class Pool(nullcontext[Any]):
-        world_size = 2
+    def run(fn: Any, layout: str, **given: Any) -> list[Comparison]:
+        is_hit = layout == "fsdp2" and torch.bfloat16 in given.values()
+        return [SOUND, replace(SOUND, **fault.get(fn, {}))] if is_hit else [SOUND, SOUND]
 
-        def run(self, fn: Any, layout: str, **given: Any) -> list[Comparison]:
-            is_hit = layout == "fsdp2" and torch.bfloat16 in given.values()
-            return [SOUND, replace(SOUND, **fault.get(fn, {}))] if is_hit else [SOUND, SOUND]
-
-    monkeypatch.setattr(verify, "RankPool", Pool)
+    monkeypatch.setattr(verify, "RankPool", lambda ranks: nullcontext(SimpleNamespace(world_size=ranks, run=run)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert verify.run(arguments(*words)) == code
     shown = capsys.readouterr()
