@@ -22,7 +22,6 @@ from shardmuon.step.update import PORTION_ELSEWHERE
 
 _Ints = NDArray[np.int64]
 _Messages = tuple[_Ints, _Ints, _Ints]  # sender, receiver and bytes of each message
-_WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
 
 # ------------------------------------------------------------------------------------------------------------- counts
@@ -92,7 +91,7 @@ class BucketCount:
         route: See plan/items.py.
         num_ranks: Ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Nodes of these ranks.
-        wire: dtype of the batches and of the exchanged data.
+        itemsize: Bytes of an element of the batches and of the exchanged data.
         matrices: _Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
         held: Elements of the bucket whose momentum and weights this rank updates.
         foreign: Part of `held`: elements that are sent to owners.
@@ -109,7 +108,7 @@ class BucketCount:
     route: Route
     num_ranks: int
     num_nodes: int
-    wire: str
+    itemsize: int
     matrices: tuple[_Matrices, ...]
     held: int
     foreign: int = 0
@@ -318,7 +317,7 @@ def _counts(
             route=bucket.route,
             num_ranks=len(exchanging),
             num_nodes=num_nodes,
-            wire=_WIRES[bucket.itemsize],
+            itemsize=bucket.itemsize,
             matrices=tuple(
                 _Matrices(rows, cols, how, num_alike, flops)
                 for (rows, cols, how, flops), num_alike in sorted(owned[rank].items())

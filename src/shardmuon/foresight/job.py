@@ -23,7 +23,7 @@ from torch import nn
 
 from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import RankClass, Stored, count_plan
-from shardmuon.foresight.models import AFTER, Model, Param, load_model, parameters_of
+from shardmuon.foresight.models import AFTER, Param, load_model, parameters_of
 from shardmuon.layout.mesh import OnMesh, Shard, flat_part, reading
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
@@ -372,18 +372,19 @@ def count(
     """
     if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
-    found, arranged = load_model(model), _parse_mesh(mesh, engine, gpus_per_node)
-    if active_params is not None:
-        found = replace(found, active=round(active_params))
-    job = _Planned(found, arranged, device, weights, options)
-    return job.exact(machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
+    name, source, module, active = load_model(model)
+    job = _Planned(module, _parse_mesh(mesh, engine, gpus_per_node), device, weights, options)
+    exact = job.exact(name, source, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
+    return replace(exact, tokens_flops=6 * round(active_params or active))
 
 
 class _Planned:
     """Model on a mesh, with the options of its optimizer."""
 
-    def __init__(self, model: Model, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]) -> None:
-        self._model, self._mesh, self._device, self._weights = model, mesh, device, weights
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]
+    ) -> None:
+        self._module, self._mesh, self._device, self._weights = module, mesh, device, weights
         self._config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
         if mesh.engine == "zero" and self._config.stored():
             raise ValueError(
@@ -392,16 +393,15 @@ class _Planned:
             )
         with warnings.catch_warnings():  # the live job will show routing's warnings
             warnings.simplefilter("ignore")
-            self._groups = Muon(model.module, **{"lr": 0.02, **options}).param_groups
+            self._groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(self._groups)
         self._chooser = self._config.chooser()
         self._views: dict[tuple[int, Ints], MatrixView] = {}
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
-    def exact(self, machine: Machine) -> Exact:
+    def exact(self, name: str, source: str, machine: Machine) -> Exact:
         """Counts of the job, planned with the rates of `machine`."""
-        model, mesh = self._model, self._mesh
-        params = parameters_of(self._groups, model.module)
+        mesh, params = self._mesh, parameters_of(self._groups, self._module)
         policy = Policy(self._config.bucket_bytes, machine)
         units = _make_units(params, mesh, self._view_of)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
@@ -411,8 +411,8 @@ class _Planned:
                 shares.setdefault(rank, []).append(share)
         muon, adamw = (sum(p.numel for p in params if p.use_muon == kind) for kind in (True, False))
         return Exact(
-            model.name,
-            model.source,
+            name,
+            source,
             muon,
             adamw,
             mesh,
@@ -428,7 +428,6 @@ class _Planned:
                 "weights": str(self._weights).removeprefix("torch."),
                 **{key: str(value) for key, value in self._config.changed().items()},
             },
-            6 * model.active,
         )
 
     def _view_of(self, param: Param) -> MatrixView:

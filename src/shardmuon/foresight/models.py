@@ -34,29 +34,15 @@ _EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 
 
-@dataclass(frozen=True)
-class Model:
-    """Module on the meta device, with its name, source and number of active parameters.
-
-    Attributes:
-        name: Name, as the user gave it.
-        source: Origin of the shapes (an address, a file, a function).
-        module: The module, with every parameter on the meta device.
-        active: Parameter elements used per token, see [Note: what works on a token]; 0: unknown, because the model has
-            experts and is not a preset.
-    """
-
-    name: str
-    source: str
-    module: nn.Module
-    active: int
-
-
 # ---------------------------------------------------------------------------------------------- which model is meant
 
 
-def load_model(model: str | nn.Module) -> Model:
+def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
     """Load a model from a preset, a configuration, a function or a module.
+
+    Returns its name, the origin of its shapes (an address, a file, a function), the module on the meta device, and the
+    number of elements used per token, see [Note: what works on a token]; 0: unknown, because the model has experts and
+    is not a preset.
 
     Args:
         model: A preset's name; the path of a Hugging Face config.json or of its folder; MODULE:FUNCTION; or a module,
@@ -66,15 +52,15 @@ def load_model(model: str | nn.Module) -> Model:
         ValueError: `model` is none of these, or does not determine the shapes.
     """
     if isinstance(model, nn.Module):
-        return Model(type(model).__name__, "the module given", model, _active_of(model))
+        return type(model).__name__, "the module given", model, _active_of(model)
     known = _presets()
     if model in known:
         data = known[model]
         made = build(data["config"])
-        return Model(data["title"], data["source"], made, data.get("active_parameters") or _active_of(made))
+        return data["title"], data["source"], made, data.get("active_parameters") or _active_of(made)
     if _is_config(model) or ":" in model:
         made = make_model(model, meta=True)
-        return Model(model, model, made, _active_of(made))
+        return model, model, made, _active_of(made)
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, list(known))}"
         "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
@@ -88,7 +74,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _active_of(module: nn.Module) -> int:
-    """Parameter elements used per token (`Model.active`); 0 for a module with experts."""
+    """Parameter elements used per token (`load_model`); 0 for a module with experts."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
     has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or by name
     return 0 if has_experts else sum(p.numel() for p, _ in held)

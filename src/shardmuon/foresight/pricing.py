@@ -36,7 +36,6 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-_WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Pick = Mapping[str, int]  # factor -> its value: 0 best, 1 middle, 2 worst
 _Ends = NDArray[np.float64]  # three values, as `Rates` gives them
 _Seconds = dict[str, _Ends]  # by factor
@@ -213,7 +212,7 @@ class _Pricer:
         each, calls, held = rates.of("host_matrix"), rates.of("host_bucket"), max(1, bucket.held)
 
         def passed(what: str, elements: int, num_calls: float = 0.0, copied: int = 0) -> _Seconds:
-            memory = self._pass(what, elements, bucket.held / max(1, fragments), _WIRE_BYTES[bucket.wire])
+            memory = self._pass(what, elements, bucket.held / max(1, fragments), bucket.itemsize)
             return {
                 "memory": memory + rates.memory(2 * copied),
                 "host": each * (fragments / 2 * elements / held) + calls * num_calls,
@@ -253,7 +252,7 @@ class _Pricer:
 
 
 def _group(rank: RankClass, bucket: BucketCount) -> _Key:
-    return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
+    return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.itemsize)
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
