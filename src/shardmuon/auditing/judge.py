@@ -132,7 +132,7 @@ class Evidence:
             if not self.before[stage.key]:  # unknown, or stored for a matrix of zeros: the step uses the weights' norm
                 self.before[stage.key] = norm_of(self.before["weights"])
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
-        self.row = replace(row, status="fault", expected_scale=self.scale)
+        self.row = replace(row, status="fault")
         self.findings, self.wrong = list[Finding](), list[Finding]()
         self._eps = torch.finfo(arithmetic.products).eps
         self._wide = torch.promote_types(arithmetic.products, torch.float32)
@@ -387,25 +387,16 @@ def _judge_update(e: Evidence) -> None:
     else:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
         status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
-    least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
-    short = e.update.T if e.shape[0] > e.shape[1] else e.update
-    applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
-    lowest, highest = map(float, applied.aminmax())
+    e.row = replace(e.row, status=status, compared=True, difference=difference, allowed=allowed)
     arrived = along(e.arrived, e.dense)
     if arrived < 1 - _BLIND:
         text = f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weights} weights are too coarse"
         e.say("update_lost_to_rounding", f"{text} for lr={e.settings.lr:g}", "at least half of it")
-    e.row = replace(
-        e.row,
-        status=status,
-        compared=True,
-        difference=difference,
-        allowed=allowed,
-        scale=along(e.update, e.arrived) * e.scale,
-        applied=(lowest, highest),
-        band=(least, most),
-    )
     if status == "fault":
+        least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
+        short = e.update.T if e.shape[0] > e.shape[1] else e.update
+        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
+        lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= lowest and highest <= most + _SLACK
         e.suspect("wrong_matrix" if fits else "update_differs", text, allowed)

@@ -23,8 +23,7 @@ from shardmuon.auditing.dense import collect, sent_by
 from shardmuon.auditing.judge import judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.reference import FORMULAS, Arithmetic
-from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
-from shardmuon.auditing.schedule import AuditSchedule
+from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
 from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import Refused, ranks_text
@@ -49,7 +48,7 @@ _NO_GRADIENT = "no gradient"  # status of a row until it is judged
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-def choose(count: int, samples: int, number: int) -> list[int]:
+def _choose(count: int, samples: int, number: int) -> list[int]:
     """Choose `samples` of `count` matrices for audit `number`. Successive audits cycle through all of them."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
@@ -210,7 +209,7 @@ class StepAudit:
         """Choose matrices of this set of ranks, and copy the values that the step is about to change."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
-        chosen = [items[at] for at in choose(len(items), self.samples, self._schedule.num_audits)]
+        chosen = [items[at] for at in _choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
