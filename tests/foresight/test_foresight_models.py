@@ -13,6 +13,7 @@ from torch import nn
 
 from shardmuon.foresight.job import _parse_mesh, _stages_of, count, in_parts
 from shardmuon.foresight.models import AFTER, Param, _active_of, _presets, build
+from shardmuon.layout.views import matrix_view
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 
@@ -95,7 +96,7 @@ _COUNTED = ("muon_elements", "orthogonalized")
 
 def _layers(num: int) -> list[Param]:
     """A parameter of each layer, one before and one after them."""
-    return [Param("p", (2, 2), 0, True, None, False, layer) for layer in (-1, *range(num), AFTER)]
+    return [Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in (-1, *range(num), AFTER)]
 
 
 def test_layers_are_told_from_their_experts() -> None:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from shardmuon.foresight.models import AFTER, Param, load_model, parameters_of
 from shardmuon.layout.mesh import OnMesh, Shard, flat_part, reading
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
-from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
+from shardmuon.layout.views import MatrixView, kept_view
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig
@@ -42,7 +42,6 @@ _AXES = ("dp", "shard", "tp", "ep", "pp")
 _AXIS = re.compile(rf"({'|'.join(_AXES)})=[1-9][0-9]*")
 _MOST_RANKS = 10_240
 _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
-_ViewOf = Callable[[Param], MatrixView]
 
 
 # ----------------------------------------------------------------------------------------------------------- the mesh
@@ -192,13 +191,12 @@ def _held(layout: ParamLayout) -> NDArray[np.int64]:
     return np.array([known[of_rank] for of_rank in layout.held], dtype=np.int64).T
 
 
-def _make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf) -> list[_Unit]:
+def _make_units(params: Sequence[Param], mesh: Mesh) -> list[_Unit]:
     """Split a job into units.
 
     Args:
         params: Trainable parameters, in the order of the optimizer's groups.
         mesh: Arrangement of ranks.
-        view_of: Parameter -> view of its matrices; a view without matrices for AdamW's parameters.
 
     Raises:
         ValueError: The mesh does not fit the parameters; the message says what to write.
@@ -206,9 +204,9 @@ def _make_units(params: Sequence[Param], mesh: Mesh, view_of: _ViewOf) -> list[_
     build = _flat_buffers if mesh.engine == "zero" else _on_meshes
     size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[_Unit]()
     for stage, members in enumerate(_stages_of(params, mesh)):
-        first = alike.setdefault(tuple((p.shape, view_of(p), p.group, p.cut, p.expert) for p in members), stage)
+        first = alike.setdefault(tuple((p.view, p.group, p.cut, p.expert) for p in members), stage)
         ranks = tuple(range(stage * size, (stage + 1) * size))
-        found += [unit._replace(stage=first) for unit in build(members, mesh, ranks, view_of)]
+        found += [unit._replace(stage=first) for unit in build(members, mesh, ranks)]
     return found
 
 
@@ -233,7 +231,7 @@ def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
 # ---------------------------------------------------------------------------------------- DDP, FSDP2, HSDP, TP, EP
 
 
-def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _ViewOf) -> list[_Unit]:
+def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]:
     lay, found = cache(_on_mesh), []
     for p in params:
         if p.expert and p.shape[0] % mesh.ep:
@@ -242,7 +240,7 @@ def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _View
                 f"ep={math.gcd(p.shape[0], mesh.ep)}"
             )
         place = _place(p, mesh, ranks)
-        found.append(_Placed(p, lay(view_of(p), place), place))
+        found.append(_Placed(p, lay(p.view, place), place))
     return [_Unit(ranks, found)]
 
 
@@ -274,7 +272,7 @@ def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
 # -------------------------------------------------------------------------------------------- flat buffers (ZeRO 1, 2)
 
 
-def _flat_buffers(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _ViewOf) -> list[_Unit]:
+def _flat_buffers(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]:
     """One unit per optimizer group: a flat buffer of the group's parameters, padded at the end to a multiple of 2 x
     ranks and cut into equal parts (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19)."""
     lay, num, found = cache(_flat), len(ranks), []
@@ -283,7 +281,7 @@ def _flat_buffers(params: Sequence[Param], mesh: Mesh, ranks: Ranks, view_of: _V
         *starts, total = itertools.accumulate((p.numel for p in members), initial=0)
         part = 2 * -(-total // (2 * num))
         parts = [in_parts(start, p.numel, part, num) for start, p in zip(starts, members, strict=True)]
-        placed = [_Placed(p, lay(view_of(p), ranks, held)) for p, held in zip(members, parts, strict=True)]
+        placed = [_Placed(p, lay(p.view, ranks, held)) for p, held in zip(members, parts, strict=True)]
         found.append(_Unit(ranks, placed, part))
     return found
 
@@ -396,14 +394,13 @@ class _Planned:
             self._groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(self._groups)
         self._chooser = self._config.chooser()
-        self._views: dict[tuple[int, Ints], MatrixView] = {}
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
     def exact(self, name: str, source: str, machine: Machine) -> Exact:
         """Counts of the job, planned with the rates of `machine`."""
-        mesh, params = self._mesh, parameters_of(self._groups, self._module)
+        mesh, params = self._mesh, parameters_of(self._groups, self._options, self._module)
         policy = Policy(self._config.bucket_bytes, machine)
-        units = _make_units(params, mesh, self._view_of)
+        units = _make_units(params, mesh)
         plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
         shares: dict[int, list[RankClass]] = {}
         for unit, plan in zip(units, plans, strict=True):
@@ -429,13 +426,6 @@ class _Planned:
                 **{key: str(value) for key, value in self._config.changed().items()},
             },
         )
-
-    def _view_of(self, param: Param) -> MatrixView:
-        key, settings = (param.group, param.shape), self._options[param.group]
-        if key not in self._views:
-            nothing = MatrixView(param.shape, param.shape, -1, (), 1)
-            self._views[key] = nothing if settings is None else matrix_view(param.shape, **settings.view)
-        return self._views[key]
 
     def _spec_of(self, placed: _Placed) -> Spec:
         param, layout, place = placed

@@ -25,8 +25,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardmuon.layout.views import Ints
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.routing.roles import find_places, is_table
+from shardmuon.step.options import Settings
 from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
@@ -375,6 +376,7 @@ class Param:
         shape: Global shape.
         group: Index of its optimizer group.
         use_muon: True if Muon updates it: it is one matrix or several.
+        view: Its matrices; none for AdamW's.
         cut: Dim that tensor parallelism shards, as a negative index; None: the parameter is replicated.
         expert: True if its first dim indexes experts.
         layer: Index of its layer; -1 before all layers, `AFTER` after them.
@@ -384,6 +386,7 @@ class Param:
     shape: Ints
     group: int
     use_muon: bool
+    view: MatrixView
     cut: int | None
     expert: bool
     layer: int
@@ -394,15 +397,25 @@ class Param:
         return math.prod(self.shape)
 
 
-def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
-    """Every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`."""
+def parameters_of(
+    groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
+) -> list[Param]:
+    """Every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`. `settings`:
+    those of each group; None for AdamW's."""
     layers, found = _layers(module), list[Param]()
+
+    @cache
+    def view_of(index: int, shape: Ints) -> MatrixView:
+        of_group = settings[index]
+        return MatrixView(shape, shape, -1, (), 1) if of_group is None else matrix_view(shape, **of_group.view)
+
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
             shape, muon = tuple(param.shape), bool(group["use_muon"])
             cut = _cut(name, len(shape), muon and bool(group.get("transposed", False)))
             expert = ".experts." in f".{name}." and len(shape) > 1
-            found.append(Param(name, shape, index, muon, cut, expert, layers.get(id(param), AFTER)))
+            view = view_of(index, shape)
+            found.append(Param(name, shape, index, muon, view, cut, expert, layers.get(id(param), AFTER)))
     return found
 
 

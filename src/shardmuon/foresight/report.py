@@ -181,7 +181,9 @@ def _number(value: float) -> str:
 
 def _sections(report: Report) -> list[_Section]:
     """All tables of a report, in reading order."""
-    return [_summary(report), _answers(report), _ranks(report.exact), _parts(report), _grounds(report)]
+    parts = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
+    of_time = _Section(f"Where rank {report.price.rank}'s time goes", parts, ("part", "seconds"))
+    return [_summary(report), _answers(report), _ranks(report.exact), of_time, _grounds(report)]
 
 
 def _summary(report: Report) -> _Section:
@@ -265,11 +267,6 @@ def _ranks(exact: Exact) -> _Section:
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
     first = ("rank", "stage", "NS runs", "matmul FLOPs", "kept", "in a step")
     return _Section("Ranks", rows, (*first, "sent in node", "sent between", "calls + votes"), notes)
-
-
-def _parts(report: Report) -> _Section:
-    rows = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
-    return _Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
 
 
 def _grounds(report: Report) -> _Section:
