@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 from contextlib import nullcontext
@@ -17,18 +16,13 @@ import torch.distributed as dist
 
 from shardmuon.comm.groups import Traffic
 from shardmuon.commands import verify
+from shardmuon.commands.main import main
 from shardmuon.commands.verify import _row
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    verify.add_arguments(parser)
-    return parser.parse_args(words)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +140,7 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
 
     monkeypatch.setattr(verify, "RankPool", lambda ranks: nullcontext(SimpleNamespace(world_size=ranks, run=run)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert verify.run(arguments(*words)) == code
+    assert main(["verify", *words]) == code
     shown = capsys.readouterr()
     assert says in shown.out + shown.err
 
@@ -157,7 +151,7 @@ def test_a_search_of_slots_prints_what_it_compared_and_fails_by_what_differs(
 ) -> None:
     found = [("3x7, gram", [True] * (5 - unequal) + [False] * unequal), ("5x9, gram", [True] * 6)]
     monkeypatch.setattr(verify, "search", lambda device: found)
-    assert verify.run(arguments("--slots")) == bool(unequal)
+    assert main(["verify", "--slots"]) == bool(unequal)
     shown = capsys.readouterr().out
     assert f"3x7, gram: {unequal} of 5 differ\n5x9, gram: 0 of 6 differ\n{unequal} of 11 differ" in shown
     assert ("report it" in shown) == bool(unequal)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand. `argv` defaults to the command line.
 
     Returns:
-        Exit status of the subcommand.
+        Exit status of the subcommand; 2 after an error message that says what to write.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     args = parser.parse_args(words)
-    return cast(int, args.run(args))
+    try:
+        return cast(int, args.run(args))
+    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # the user's function may raise any
+        print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
