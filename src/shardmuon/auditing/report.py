@@ -172,6 +172,7 @@ class AuditWarning(UserWarning):
     """A finding of severity "warning", which raises no error."""
 
 
+@dataclass(eq=False)
 class AuditSchedule:
     """Step counter that decides which steps are audited. Equal on all ranks that share parameters.
 
@@ -182,12 +183,10 @@ class AuditSchedule:
     """
 
     samples = 2  # matrices compared per audit in each group of ranks; each audit samples different ones
-
-    def __init__(self, every: int | None = None) -> None:
-        self.every = every
-        self.num_steps = 0
-        self.num_audits = 0
-        self.asked: PendingAudit | None = None
+    every: int | None = None
+    num_steps: int = 0
+    num_audits: int = 0
+    asked: PendingAudit | None = None
 
     @property
     def due(self) -> int:
@@ -218,16 +217,17 @@ class AuditSchedule:
         return {**self.__dict__, "asked": None}
 
 
+@dataclass(eq=False)
 class PendingAudit:
     """An audit that was requested of the next step.
 
     Attributes:
         samples: Matrices compared in each group of ranks that shares parameters.
+        found: The report; None before the step.
     """
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.found: AuditReport | None = None
+    samples: int
+    found: AuditReport | None = None
 
     @property
     def report(self) -> AuditReport:
