@@ -297,9 +297,10 @@ class StepAudit:
         for sample in self._taken:
             name, (number, matrix) = sample.row.name, sample.row.order
             now = self._tried(name, self._elements, number, matrix)
-            parts = {}
-            for what, (layout, before) in sample.before.items():
-                parts[what] = layout, torch.stack([before, now[what][1] if now else torch.full_like(before, torch.nan)])
+            parts = {
+                what: (layout, torch.stack([before, now[what][1] if now else torch.full_like(before, torch.nan)]))
+                for what, (layout, before) in sample.before.items()
+            }
             whole, blocks = collect(matrix, parts, sample.target)
             evidence = self._tried(name, judge, sample.row, sample.arithmetic, blocks, whole) if whole else None
             judged += [] if evidence is None else [evidence]

@@ -376,9 +376,8 @@ def _parse(data: Any, where: str) -> Hardware:
     kinds = {str(name): next((w for w in words if f"{name} ".startswith(f"{w} ")), None) for name in given}
     missing = [key for key in ("name", "title", "device") if key not in data]
     missing += [f"{word} ({text})" for word, text in _NUMBERS.items() if word not in kinds.values()]
-    unknown = [name for name, kind in kinds.items() if kind is None]
-    if missing or unknown:
-        faults = {"lacks": missing, "has the unknown": unknown}
+    faults = {"lacks": missing, "has the unknown": [name for name, kind in kinds.items() if kind is None]}
+    if any(faults.values()):
         raise ValueError(f"{where}: " + "; ".join(f"{what} {', '.join(keys)}" for what, keys in faults.items() if keys))
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
