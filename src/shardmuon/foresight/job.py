@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -371,68 +371,70 @@ def count(
     if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
     name, source, module, active = load_model(model)
-    job = _Planned(module, _parse_mesh(mesh, engine, gpus_per_node), device, weights, options)
-    exact = job.exact(name, source, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
-    return replace(exact, tokens_flops=6 * round(active_params or active))
+    arranged = _parse_mesh(mesh, engine, gpus_per_node)
+    job = _Planned(module, arranged, device, weights, options)
+    policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
+    units = _make_units(job.params, arranged)
+    plans = [make_plan([job.spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
+    shares: dict[int, list[RankClass]] = {}
+    for unit, plan in zip(units, plans, strict=True):
+        for rank, share in zip(unit.ranks, job.shares(unit, plan), strict=True):
+            shares.setdefault(rank, []).append(share)
+    muon, adamw = (sum(p.numel for p in job.params if p.use_muon == kind) for kind in (True, False))
+    return Exact(
+        name,
+        source,
+        muon,
+        adamw,
+        arranged,
+        _classes_of(shares),
+        {
+            f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
+            for number, plan in enumerate(plans)
+            for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
+            if len(ranks) > 1
+        },
+        {
+            "device": device,
+            "weights": str(weights).removeprefix("torch."),
+            **{key: str(value) for key, value in job.config.changed().items()},
+        },
+        6 * round(active_params or active),
+    )
 
 
 class _Planned:
-    """Model on a mesh, with the options of its optimizer."""
+    """Model on a mesh, with the options of its optimizer.
+
+    Attributes:
+        config: The optimizer's options.
+        params: Trainable parameters.
+    """
 
     def __init__(
         self, module: nn.Module, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]
     ) -> None:
-        self._module, self._mesh, self._device, self._weights = module, mesh, device, weights
-        self._config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
-        if mesh.engine == "zero" and self._config.stored():
+        self._mesh, self._device, self._weights = mesh, device, weights
+        self.config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
+        if mesh.engine == "zero" and self.config.stored():
             raise ValueError(
-                f"engine zero keeps fp32 momentum and weights itself, and refuses {self._config.stored()}. Leave that "
+                f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
         with warnings.catch_warnings():  # the live job will show routing's warnings
             warnings.simplefilter("ignore")
-            self._groups = Muon(module, **{"lr": 0.02, **options}).param_groups
-        self._options = OptionsReader().read(self._groups)
-        self._chooser = self._config.chooser()
+            groups = Muon(module, **{"lr": 0.02, **options}).param_groups
+        self._options = OptionsReader().read(groups)
+        self.params = parameters_of(groups, self._options, module)
+        self._chooser = self.config.chooser()
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
-    def exact(self, name: str, source: str, machine: Machine) -> Exact:
-        """Counts of the job, planned with the rates of `machine`."""
-        mesh, params = self._mesh, parameters_of(self._groups, self._options, self._module)
-        policy = Policy(self._config.bucket_bytes, machine)
-        units = _make_units(params, mesh)
-        plans = [make_plan([self._spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
-        shares: dict[int, list[RankClass]] = {}
-        for unit, plan in zip(units, plans, strict=True):
-            for rank, share in zip(unit.ranks, self._shares(unit, plan), strict=True):
-                shares.setdefault(rank, []).append(share)
-        muon, adamw = (sum(p.numel for p in params if p.use_muon == kind) for kind in (True, False))
-        return Exact(
-            name,
-            source,
-            muon,
-            adamw,
-            mesh,
-            _classes_of(shares),
-            {
-                f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
-                for number, plan in enumerate(plans)
-                for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
-                if len(ranks) > 1
-            },
-            {
-                "device": self._device,
-                "weights": str(self._weights).removeprefix("torch."),
-                **{key: str(value) for key, value in self._config.changed().items()},
-            },
-        )
-
-    def _spec_of(self, placed: _Placed) -> Spec:
+    def spec_of(self, placed: _Placed) -> Spec:
         param, layout, place = placed
         key, settings = (param.group, layout), self._options[param.group]
         if key not in self._specs:
             assert settings is not None, "a group of matrices"
-            if self._config.momentum_dtype == "int8":
+            if self.config.momentum_dtype == "int8":
                 check_blocks(param.name, layout)
 
             def kept_of(stage: Stage) -> ParamLayout:
@@ -444,7 +446,7 @@ class _Planned:
             self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, doubles, kept_of)
         return self._specs[key]._replace(name=param.name)
 
-    def _shares(self, unit: _Unit, plan: Plan) -> Iterable[RankClass]:
+    def shares(self, unit: _Unit, plan: Plan) -> Iterable[RankClass]:
         buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
@@ -454,7 +456,7 @@ class _Planned:
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
         """Bytes that a rank stores between steps, from its numbers of elements that Muon and AdamW update, of weights,
         and of scales of 8-bit momentum."""
-        size, momentum = self._weights.itemsize, self._config.momentum_dtype
+        size, momentum = self._weights.itemsize, self.config.momentum_dtype
         if self._mesh.engine == "zero":
             stepped = 4 * (muon + adamw)
             return Stored(size * weights, stepped, 4 * muon, 8 * adamw, stepped)
