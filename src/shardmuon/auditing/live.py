@@ -100,8 +100,12 @@ class StepAudit:
         try:
             return run(*given)
         except Exception as error:
-            found = f"{what} could not be checked: {type(error).__name__}: {error}"
-            self._say("audit_failed", f"rank {self._rank}", found, "a check")
+            self._say(
+                "audit_failed",
+                f"rank {self._rank}",
+                f"{what} could not be checked: {type(error).__name__}: {error}",
+                "a check",
+            )
             return None
 
     # --------------------------------------------------------------------------- before the step: without arithmetic
@@ -226,8 +230,12 @@ class StepAudit:
             elif all(have):
                 self._taken.append(sample)
             else:
-                text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
-                self._say("gradient_missing", sample.row.name, text, "all or none")
+                self._say(
+                    "gradient_missing",
+                    sample.row.name,
+                    f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient",
+                    "all or none",
+                )
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
         """One bool, True if this rank has a gradient for its part of a matrix; empty if it has no part."""
@@ -288,8 +296,12 @@ class StepAudit:
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
         planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
         if found != planned:
-            text = f"{found} matrices went through the orthogonalizer in the step"
-            self._say("orthogonalized_count", f"rank {self._rank}", text, f"{planned}, each matrix of the plan once")
+            self._say(
+                "orthogonalized_count",
+                f"rank {self._rank}",
+                f"{found} matrices went through the orthogonalizer in the step",
+                f"{planned}, each matrix of the plan once",
+            )
 
     def _judge_samples(self) -> None:
         """Assemble the sampled matrices, and judge those whose target is this rank."""
@@ -319,7 +331,9 @@ class StepAudit:
             first = min(found)
             odd = [str(rank) for rank in found if found[rank] != found[first]]
             if odd:
-                fault = "gradient_replicas_differ" if what == "gradient" else "replica_drift"
-                text = f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}"
-                allowed = "equal bits on all ranks that hold the same piece"
-                self._say(fault, self._params[numbers[at]].name, text, allowed)
+                self._say(
+                    "gradient_replicas_differ" if what == "gradient" else "replica_drift",
+                    self._params[numbers[at]].name,
+                    f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}",
+                    "equal bits on all ranks that hold the same piece",
+                )
