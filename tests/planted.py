@@ -19,7 +19,7 @@ from variant_cases import CASES
 
 from shardmuon import Muon, audit, muon
 from shardmuon.auditing import live
-from shardmuon.auditing.live import choose
+from shardmuon.auditing.live import _choose
 from shardmuon.auditing.report import AuditReport
 from shardmuon.comm import vote as votes
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
@@ -244,7 +244,7 @@ def _of_another_layout(job: Job) -> None:
 
 @contextmanager
 def _swapped_alone(job: Job) -> Iterator[None]:
-    job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
+    job.optimizer.audits.num_audits = next(n for n in range(6) if _choose(6, 1, n) == [0])
     with _results(lambda o: o.roll(-1, 0))(job):
         yield
 

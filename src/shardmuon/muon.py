@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
-from shardmuon.auditing.schedule import AuditError, AuditSchedule
+from shardmuon.auditing.report import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane

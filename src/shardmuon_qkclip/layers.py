@@ -163,21 +163,6 @@ class Holder(NamedTuple):
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
 
-class _Form(NamedTuple):
-    """A way in which the weights of a module hold queries and keys.
-
-    Attributes:
-        parts: Name of each weight, relative to the module -> parts as in `Rows`; unknown sizes are 0.
-        repeats, dim: See `Rows`.
-        size: Number of rows of role "q" in a head, where the form tells; else 0.
-    """
-
-    parts: dict[str, _Parts]
-    repeats: int = 1
-    dim: int = 0
-    size: int = 0
-
-
 def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
     """Find the attention layers of a model, in the model's order, for `QKClip(layers=)`, as they are or modified.
 
@@ -188,8 +173,7 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
         ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of an unknown
             type.
     """
-    forms = [(holder, _form(holder)) for holder in find_holders(model).values()]
-    return tuple(_layer(holder, form) for holder, form in forms if form is not None)
+    return tuple(layer for layer in map(_layer_in, find_holders(model).values()) if layer is not None)
 
 
 def find_holders(model: nn.Module) -> dict[str, Holder]:
@@ -203,12 +187,12 @@ def find_holders(model: nn.Module) -> dict[str, Holder]:
     return found
 
 
-def _form(holder: Holder) -> _Form | None:
-    """The form of a module's queries and keys, by its parameters; None if it has none of its own.
+def _layer_in(holder: Holder) -> Attention | None:
+    """The layer of a module, by the parameters that make its queries and keys; None if it has none of its own.
 
     Raises:
-        ValueError: Logits of this type cannot be seen, or a weight looks like fused queries and keys of an unknown
-            type.
+        ValueError: Logits of this type cannot be seen, a weight looks like fused queries and keys of an unknown type,
+            or sizes are unknown or do not fit.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):
@@ -220,21 +204,22 @@ def _form(holder: Holder) -> _Form | None:
         q, k = f"{query}.weight", f"{key}.weight"
         if {q, k} <= holder.weights.keys():
             if not sizes:
-                return _Form({q: (("q", holder.shape(q)[0]),), k: (("k", holder.shape(k)[0]),)})
+                return _layer(holder, {q: (("q", holder.shape(q)[0]),), k: (("k", holder.shape(k)[0]),)})
             nope, rope, value = map(number, sizes)
-            return _Form({q: (("q", nope), ("q_pe", rope)), k: (("k", nope), ("", value))}, number(*_HEADS), size=nope)
+            parts: dict[str, _Parts] = {q: (("q", nope), ("q_pe", rope)), k: (("k", nope), ("", value))}
+            return _layer(holder, parts, number(*_HEADS), size=nope)
     if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron: queries, key, value of each group
         size, heads = number("kv_channels"), number("num_attention_heads")
         groups = number("num_query_groups") or heads or 1
-        return _Form({"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
+        return _layer(holder, {"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
     for below, (_, place) in holder.weights.items():
         is_of_child = below.count(".") == 1 and below.endswith(".weight")
         preset = find_preset(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
-            parts = preset.view["split_sizes"]
-            if len(parts) == 3:  # 4 sizes are q, k, v, z of other layers; 2 are k, v of cross-attention
+            sizes = preset.view["split_sizes"]
+            if len(sizes) == 3:  # 4 sizes are q, k, v, z of other layers; 2 are k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
-                return _Form({below: tuple(zip(("q", "k", ""), parts, strict=True))}, groups, dim)
+                return _layer(holder, {below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
         if is_of_child and preset is None and "q" in (fused_parts(below) or ()):
             raise ValueError(
                 f"{place.name}: by its name it holds queries and keys, but of a type that is not known, so which "
@@ -243,25 +228,34 @@ def _form(holder: Holder) -> _Form | None:
     return None
 
 
-def _layer(holder: Holder, form: _Form) -> Attention:
-    """Make the layer of a module that holds queries and keys in this form.
+def _layer(
+    holder: Holder, of_weights: Mapping[str, _Parts], repeats: int = 1, dim: int = 0, size: int = 0
+) -> Attention:
+    """Make the layer of a module.
+
+    Args:
+        holder: The module.
+        of_weights: Name of each weight of queries and keys, relative to the module -> parts as in `Rows`; unknown
+            sizes are 0.
+        repeats, dim: See `Rows`.
+        size: Number of rows of role "q" in a head, where the weights tell; else 0.
 
     Raises:
         ValueError: A size is unknown, or does not fit.
     """
-    sizes = {role: size for parts in form.parts.values() for role, size in parts}
-    num_q, num_k, heads = form.repeats * sizes["q"], form.repeats * sizes["k"], holder.number(*_HEADS)
-    size = form.size or holder.number(*_SIZES) or (num_q // heads if heads else 0)
+    sizes = {role: num for parts in of_weights.values() for role, num in parts}
+    num_q, num_k, heads = repeats * sizes["q"], repeats * sizes["k"], holder.number(*_HEADS)
+    size = size or holder.number(*_SIZES) or (num_q // heads if heads else 0)
     if not (size and num_q and all(sizes.values())) or num_q % size or num_k % size:
         raise ValueError(
-            f"{holder.name}: {' and '.join(form.parts)} make queries and keys, but of how many rows, or of what size a "
+            f"{holder.name}: {' and '.join(of_weights)} make queries and keys, but of how many rows, or of what size a "
             f"head is it does not say (any of {', '.join((*_SIZES, *_HEADS))}), or heads do not divide them: found "
             f"{num_q} and {num_k} rows and {size} a head. {_LIST_THEM}"
         )
     rows = [
-        Rows(holder.weights[below][1].name, parts, form.repeats, dim)
-        for leaf, parts in form.parts.items()
-        for below, dim in ((leaf, form.dim), (f"{leaf.removesuffix('.weight')}.bias", 0))
+        Rows(holder.weights[below][1].name, parts, repeats, along)
+        for leaf, parts in of_weights.items()
+        for below, along in ((leaf, dim), (f"{leaf.removesuffix('.weight')}.bias", 0))
         if below in holder.weights
     ]
     norms = [leaf for leaf in _NORMS if isinstance(getattr(holder.module, leaf, None), nn.Module)]

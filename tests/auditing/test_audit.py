@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from variant_cases import CASES, LATER
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
-from shardmuon.auditing.live import choose
+from shardmuon.auditing.live import _choose
 from shardmuon.auditing.reference import FORMULAS
 from shardmuon.auditing.report import AuditReport
 from shardmuon.layout import table
@@ -446,7 +446,7 @@ def test_every_so_many_steps_are_audited_and_a_copy_goes_on(every: int | None, a
 
 @pytest.mark.parametrize(("count", "samples"), [(1, 2), (7, 2), (24, 8), (100, 3)])
 def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> None:
-    taken = [choose(count, samples, number) for number in range(-(-count // min(samples, count)))]
+    taken = [_choose(count, samples, number) for number in range(-(-count // min(samples, count)))]
     assert all(len(set(t)) == len(t) == min(samples, count) for t in taken)
     assert set().union(*taken) == set(range(count))
 

@@ -12,7 +12,7 @@ from healthy_steps import SPECTRA, gradient
 from tolerances import KELLER, Coefficients, assert_rounded, orthogonalization_bound, roundoff
 from torch import Tensor
 
-from shardmuon.auditing.dense import block_of, part_of, sent_by
+from shardmuon.auditing.dense import _block_of, _part_of, sent_by
 from shardmuon.auditing.reference import Reference, recovered_update
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
@@ -145,7 +145,7 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(name: str, kind: str) 
     for index, expected in enumerate(cut_matrices(case.view, full)):
         sent = torch.full((expected.numel(),), math.nan)
         for rank, (of_rank, stored) in enumerate(zip(held, storage, strict=True)):
-            alone, part = part_of(layout.view, index, of_rank), sent_by(layout, index, rank)
+            alone, part = _part_of(layout.view, index, of_rank), sent_by(layout, index, rank)
             there = torch.isin(expected.reshape(-1), stored).nonzero().flatten()
             assert torch.equal(alone.select(stored), expected.reshape(-1)[alone.places])
             assert torch.equal(alone.places.sort().values, there)
@@ -183,4 +183,4 @@ def test_blocks_are_the_rectangles_that_lie_on_one_rank(name: str) -> None:
     for matrix, blocks in enumerate(expected):
         for piece, block in zip(pieces, blocks, strict=True):
             local = (0, 0) if isinstance(piece, Box) else (0,)
-            assert block_of(part_of(view, matrix, [Held(piece, local)]).places, view.matrices[matrix].cols) == block
+            assert _block_of(_part_of(view, matrix, [Held(piece, local)]).places, view.matrices[matrix].cols) == block

@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import count
-from shardmuon.foresight.layouts import Mesh
+from shardmuon.foresight.job import Mesh, count
 from shardmuon.foresight.models import build
 from shardmuon.testing.layouts import PARAMS
 from shardmuon.testing.pool import get_pool

@@ -58,7 +58,7 @@ def test_every_count_is_what_shapes_and_definitions_say(copies: int, shard: int,
     for of_class, rank in ((c, rank) for c in exact.classes for rank in c.ranks):
         muon, adamw = (sum(_held(s, shard, rank) for s in shapes) for shapes in (matrices, rest))
         assert of_class.stored == Stored(4 * (muon + adamw), 4 * (muon + adamw), 4 * muon, 8 * adamw, 0)
-        assert {bucket.wire for bucket in of_class.buckets} == {wire}
+        assert {bucket.itemsize for bucket in of_class.buckets} == {BYTES[wire]}
         own = sum(_held(shape, shard, rank) for shape in owned[rank])
         here = sum(  # of what this replica orthogonalizes
             _held(shape, shard, rank) for mate in owned if mate // shard == rank // shard for shape in owned[mate]

@@ -11,9 +11,9 @@ import torch
 from published import decoder, rounded
 from torch import nn
 
-from shardmuon.foresight.job import count
-from shardmuon.foresight.layouts import _stages_of, in_parts, parse_mesh
+from shardmuon.foresight.job import _parse_mesh, _stages_of, count, in_parts
 from shardmuon.foresight.models import AFTER, Param, _active_of, _presets, build
+from shardmuon.layout.views import matrix_view
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 
@@ -86,9 +86,9 @@ def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_the
     assert len(four.digests) == 4 and [c.stage for c in four.classes] == [0, 0, 1, 1, 3, 3]
     muon, done = ([sum(c.count * getattr(c, key) for c in e.classes) for e in (one, four)] for key in _COUNTED)
     assert muon[0] == muon[1] and done[0] == done[1]
-    uneven = _stages_of(_layers(11), parse_mesh("pp=4"))
+    uneven = _stages_of(_layers(11), _parse_mesh("pp=4"))
     assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, AFTER]]
-    assert _stages_of([], parse_mesh("dp=1")) == [[]]
+    assert _stages_of([], _parse_mesh("dp=1")) == [[]]
 
 
 _COUNTED = ("muon_elements", "orthogonalized")
@@ -96,7 +96,7 @@ _COUNTED = ("muon_elements", "orthogonalized")
 
 def _layers(num: int) -> list[Param]:
     """A parameter of each layer, one before and one after them."""
-    return [Param("p", (2, 2), 0, True, None, False, layer) for layer in (-1, *range(num), AFTER)]
+    return [Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in (-1, *range(num), AFTER)]
 
 
 def test_layers_are_told_from_their_experts() -> None:

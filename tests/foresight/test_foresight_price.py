@@ -14,7 +14,7 @@ import yaml
 from tolerances import assert_rounded
 
 from shardmuon.foresight import hardware as hardware_module
-from shardmuon.foresight.counting import BucketCount, Matrices, RankClass, Sent, Sides, Stored
+from shardmuon.foresight.counting import BucketCount, RankClass, Sent, Stored, _Matrices, _Sides
 from shardmuon.foresight.hardware import (
     _FOLDER,
     Hardware,
@@ -26,8 +26,7 @@ from shardmuon.foresight.hardware import (
     load,
     names,
 )
-from shardmuon.foresight.job import Exact
-from shardmuon.foresight.layouts import Mesh
+from shardmuon.foresight.job import Exact, Mesh
 from shardmuon.foresight.pricing import adamw_step, price
 from shardmuon.orthogonalize import batch_size
 
@@ -232,8 +231,8 @@ def test_an_exchange_takes_what_its_slowest_rank_needs_once_all_have_come() -> N
                 buckets=tuple(replace(b, foreign=foreign, sent=sent, gathers=True) for b in rank.buckets),
             )
             for ranks, foreign, sent in (
-                ((0, 1), 1, Sides(gather=Sent(inside=of_first, peers_inside=3))),
-                ((2, 3), 10**9, Sides(gather=Sent(inside=of_late, peers_inside=3))),
+                ((0, 1), 1, _Sides(gather=Sent(inside=of_first, peers_inside=3))),
+                ((2, 3), 10**9, _Sides(gather=Sent(inside=of_late, peers_inside=3))),
             )
         ]
         return price(replace(exact, classes=tuple(classes)), machine).step
@@ -301,15 +300,15 @@ def _exact(rows: int = 1024) -> Exact:
     """Four ranks that share eight matrices of rows x 4096 in two buckets, one matrix a rank and bucket."""
     size = rows * 4096
     moved = Sent(inside=2 * size * 3 // 4, peers_inside=3)
-    sides = Sides(gather=moved, scatter=moved)
+    sides = _Sides(gather=moved, scatter=moved)
     buckets = tuple(
         BucketCount(
             number=number,
             route="owner",
             num_ranks=4,
             num_nodes=1,
-            wire="bfloat16",
-            matrices=(Matrices(rows, 4096, "standard bfloat16", 1, 10**12),),
+            itemsize=2,
+            matrices=(_Matrices(rows, 4096, "standard bfloat16", 1, 10**12),),
             held=size,
             foreign=size * 3 // 4,
             sent=sides,

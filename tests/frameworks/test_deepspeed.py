@@ -28,8 +28,7 @@ from injection import PROMPT, plant_in_all
 from torch import Tensor, nn
 
 from shardmuon import audit, clip_grad_norm_
-from shardmuon.auditing.report import Finding
-from shardmuon.auditing.schedule import AuditSchedule
+from shardmuon.auditing.report import AuditSchedule, Finding
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon_qkclip import QKClip
+from shardmuon_qkclip.clip import _largest_logits
 from shardmuon_qkclip.layers import Attention, Rows, attention_layers
-from shardmuon_qkclip.logits import largest_logits
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -184,14 +184,14 @@ def test_the_largest_logit_is_that_of_the_whole_matrix(groups: int, mask: str, c
     if mask == "float":
         given = {"attn_mask": torch.zeros(9, 11).masked_fill(~seen, torch.finfo(torch.float32).min)}
     wanted = logits.masked_fill(~seen, -math.inf).transpose(0, 1).flatten(1).amax(1)
-    assert_bitwise(largest_logits(q, k, scale=0.7, chunk=chunk, **given), wanted.float())
+    assert_bitwise(_largest_logits(q, k, scale=0.7, chunk=chunk, **given), wanted.float())
 
 
 def test_no_chunk_holds_more_logits_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     matmul = Tensor.__matmul__
     monkeypatch.setattr(Tensor, "__matmul__", lambda a, b: sizes.append(matmul(a, b).numel()) or matmul(a, b))
-    largest_logits(normal(2, 4, 64, 8), normal(2, 2, 64, 8), chunk=2048, is_causal=True)
+    _largest_logits(normal(2, 4, 64, 8), normal(2, 2, 64, 8), chunk=2048, is_causal=True)
     assert max(sizes) <= 2048 and len(sizes) == 2 * 4 * 64 * 64 // 2048
 
 

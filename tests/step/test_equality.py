@@ -16,7 +16,7 @@ from tolerances import assert_same_update
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon, audit
-from shardmuon.auditing.schedule import AuditSchedule
+from shardmuon.auditing.report import AuditSchedule
 from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters

@@ -1,6 +1,6 @@
 """Audit live steps: compare each with a dense reference step computed beside it, and name any fault.
 
-`audit` requests an audit of the next step, `Muon(audit_every=N)` one every N steps (`schedule`). `live` runs an audit:
+`audit` requests an audit of the next step, `Muon(audit_every=N)` one every N steps. `live` runs an audit:
 it rebuilds the layout table, `dense` assembles whole matrices from their shards, `reference` steps them in the live
 arithmetic and in exact arithmetic, `judge` compares the results and decides what rounding explains, and `naming` finds
 the cause of the rest.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmuon.auditing.schedule import AuditError, AuditWarning, PendingAudit
+from shardmuon.auditing.report import AuditError, AuditWarning, PendingAudit
 
 __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 

@@ -40,7 +40,7 @@ class _Part(NamedTuple):
         return torch.cat([storage.new_empty(0), *found])
 
 
-def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
+def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
     """Elements of matrix `number` that lie in the given pieces."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
@@ -61,7 +61,7 @@ def part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
 def sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
     """Elements of matrix `number` that `rank` sends. Among replicas only the lowest rank sends."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
-    return part_of(layout.view, number, held)
+    return _part_of(layout.view, number, held)
 
 
 def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
@@ -82,7 +82,7 @@ def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 
-def block_of(places: Tensor, cols: int) -> Block | None:
+def _block_of(places: Tensor, cols: int) -> Block | None:
     """The rectangle that exactly these positions of a matrix fill; None if they fill none."""
     if not len(places):
         return None
@@ -118,5 +118,5 @@ def collect(
     for of_rank, values in zip(places, came, strict=True):
         for out, at, own in zip(whole.values(), of_rank, values.split([2 * len(at) for at in of_rank]), strict=True):
             out.index_copy_(1, at.to(out.device), own.view(2, -1))
-    blocks = [block_of(of_rank[0], view.matrices[number].cols) for of_rank in places]
+    blocks = [_block_of(of_rank[0], view.matrices[number].cols) for of_rank in places]
     return whole, [block for block in blocks if block is not None]

@@ -132,7 +132,7 @@ class Evidence:
             if not self.before[stage.key]:  # unknown, or stored for a matrix of zeros: the step uses the weights' norm
                 self.before[stage.key] = norm_of(self.before["weights"])
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
-        self.row = replace(row, status="fault", expected_scale=self.scale)
+        self.row = replace(row, status="fault")
         self.findings, self.wrong = list[Finding](), list[Finding]()
         self._eps = torch.finfo(arithmetic.products).eps
         self._wide = torch.promote_types(arithmetic.products, torch.float32)
@@ -316,8 +316,12 @@ def _judge_norm_before(e: Evidence) -> None:
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
     for stage in weight_stages(e.settings.stages):
         kept = float(e.before[stage.key])
-        text = f"its {stage.key} is {kept:.7g}, the norm of its weights before the step {norm:.7g}"
-        e.check(abs(kept - norm), share * norm, "norm_stale", text)
+        e.check(
+            abs(kept - norm),
+            share * norm,
+            "norm_stale",
+            f"its {stage.key} is {kept:.7g}, the norm of its weights before the step {norm:.7g}",
+        )
 
 
 def _judge_still(e: Evidence) -> None:
@@ -326,8 +330,12 @@ def _judge_still(e: Evidence) -> None:
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
     roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if weight_stages(e.settings.stages) else 0.0)
     allowed = roundings * (float(before.norm()) + float(after.norm())) + 1e-12
-    text = f"nothing was to be applied, but the weights differ by {left:.1e} from decayed ones"
-    e.check(left, allowed, "update_differs", text)
+    e.check(
+        left,
+        allowed,
+        "update_differs",
+        f"nothing was to be applied, but the weights differ by {left:.1e} from decayed ones",
+    )
 
 
 def _judge_prepared(e: Evidence) -> None:
@@ -336,16 +344,25 @@ def _judge_prepared(e: Evidence) -> None:
     difference = relative_error(e.fed, exact)
     # each stage rounds the factor once, and its product with an element once
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
-    text = f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64"
-    e.check(difference, allowed, "variant_wrong", text)
+    e.check(
+        difference,
+        allowed,
+        "variant_wrong",
+        f"what its variant feeds to the orthogonalizer differs by {difference:.2g} from the formula in fp64",
+    )
 
 
 def _judge_dense(e: Evidence) -> None:
     """Compare the dense result with exact arithmetic, unless rounding could explain any result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
-        text = f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the"
-        e.check(found, allowed, "orthogonalizer_wrong", f"{text} directions that rounding leaves settled")
+        e.check(
+            found,
+            allowed,
+            "orthogonalizer_wrong",
+            f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {found:.2g} in the "
+            "directions that rounding leaves settled",
+        )
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
@@ -372,11 +389,17 @@ def _judge_numbers(e: Evidence) -> None:
             runs = e.shaken(e.reordered, ALL)
             allowed += _TIMES * max(float((numbers[key] - expected).abs().sum()) for _, numbers in runs)
         if difference > allowed and key == _NORM:
-            text = f"the norm of its weights after the step is {float(live[key]) / size:.7g} times that of the rule"
-            e.suspect("norm_wrong", text, allowed / size)
+            e.suspect(
+                "norm_wrong",
+                f"the norm of its weights after the step is {float(live[key]) / size:.7g} times that of the rule",
+                allowed / size,
+            )
         elif difference > allowed:
-            text = f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64"
-            e.say("kept_wrong", text, f"{allowed / size:.1e}")
+            e.say(
+                "kept_wrong",
+                f"its {key} after the step differs by {difference / size:.2g} from the formula in fp64",
+                f"{allowed / size:.1e}",
+            )
 
 
 def _judge_update(e: Evidence) -> None:
@@ -387,25 +410,20 @@ def _judge_update(e: Evidence) -> None:
     else:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
         status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
-    least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
-    short = e.update.T if e.shape[0] > e.shape[1] else e.update
-    applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
-    lowest, highest = map(float, applied.aminmax())
+    e.row = replace(e.row, status=status, compared=True, difference=difference, allowed=allowed)
     arrived = along(e.arrived, e.dense)
     if arrived < 1 - _BLIND:
-        text = f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weights} weights are too coarse"
-        e.say("update_lost_to_rounding", f"{text} for lr={e.settings.lr:g}", "at least half of it")
-    e.row = replace(
-        e.row,
-        status=status,
-        compared=True,
-        difference=difference,
-        allowed=allowed,
-        scale=along(e.update, e.arrived) * e.scale,
-        applied=(lowest, highest),
-        band=(least, most),
-    )
+        e.say(
+            "update_lost_to_rounding",
+            f"{100 * max(0.0, arrived):.0f}% of the update arrived: {e.arithmetic.weights} weights are too coarse for "
+            f"lr={e.settings.lr:g}",
+            "at least half of it",
+        )
     if status == "fault":
+        least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
+        short = e.update.T if e.shape[0] > e.shape[1] else e.update
+        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
+        lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= lowest and highest <= most + _SLACK
         e.suspect("wrong_matrix" if fits else "update_differs", text, allowed)

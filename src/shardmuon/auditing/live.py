@@ -23,8 +23,7 @@ from shardmuon.auditing.dense import collect, sent_by
 from shardmuon.auditing.judge import judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.reference import FORMULAS, Arithmetic
-from shardmuon.auditing.report import AuditReport, Finding, MatrixRow
-from shardmuon.auditing.schedule import AuditSchedule
+from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
 from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import Refused, ranks_text
@@ -49,7 +48,7 @@ _NO_GRADIENT = "no gradient"  # status of a row until it is judged
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-def choose(count: int, samples: int, number: int) -> list[int]:
+def _choose(count: int, samples: int, number: int) -> list[int]:
     """Choose `samples` of `count` matrices for audit `number`. Successive audits cycle through all of them."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
@@ -101,8 +100,12 @@ class StepAudit:
         try:
             return run(*given)
         except Exception as error:
-            found = f"{what} could not be checked: {type(error).__name__}: {error}"
-            self._say("audit_failed", f"rank {self._rank}", found, "a check")
+            self._say(
+                "audit_failed",
+                f"rank {self._rank}",
+                f"{what} could not be checked: {type(error).__name__}: {error}",
+                "a check",
+            )
             return None
 
     # --------------------------------------------------------------------------- before the step: without arithmetic
@@ -210,7 +213,7 @@ class StepAudit:
         """Choose matrices of this set of ranks, and copy the values that the step is about to change."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
-        chosen = [items[at] for at in choose(len(items), self.samples, self._schedule.num_audits)]
+        chosen = [items[at] for at in _choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
@@ -227,8 +230,12 @@ class StepAudit:
             elif all(have):
                 self._taken.append(sample)
             else:
-                text = f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient"
-                self._say("gradient_missing", sample.row.name, text, "all or none")
+                self._say(
+                    "gradient_missing",
+                    sample.row.name,
+                    f"only {sum(have)} of the {len(have)} ranks that hold pieces of it have a gradient",
+                    "all or none",
+                )
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
         """One bool, True if this rank has a gradient for its part of a matrix; empty if it has no part."""
@@ -289,8 +296,12 @@ class StepAudit:
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
         planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
         if found != planned:
-            text = f"{found} matrices went through the orthogonalizer in the step"
-            self._say("orthogonalized_count", f"rank {self._rank}", text, f"{planned}, each matrix of the plan once")
+            self._say(
+                "orthogonalized_count",
+                f"rank {self._rank}",
+                f"{found} matrices went through the orthogonalizer in the step",
+                f"{planned}, each matrix of the plan once",
+            )
 
     def _judge_samples(self) -> None:
         """Assemble the sampled matrices, and judge those whose target is this rank."""
@@ -298,9 +309,10 @@ class StepAudit:
         for sample in self._taken:
             name, (number, matrix) = sample.row.name, sample.row.order
             now = self._tried(name, self._elements, number, matrix)
-            parts = {}
-            for what, (layout, before) in sample.before.items():
-                parts[what] = layout, torch.stack([before, now[what][1] if now else torch.full_like(before, torch.nan)])
+            parts = {
+                what: (layout, torch.stack([before, now[what][1] if now else torch.full_like(before, torch.nan)]))
+                for what, (layout, before) in sample.before.items()
+            }
             whole, blocks = collect(matrix, parts, sample.target)
             evidence = self._tried(name, judge, sample.row, sample.arithmetic, blocks, whole) if whole else None
             judged += [] if evidence is None else [evidence]
@@ -319,7 +331,9 @@ class StepAudit:
             first = min(found)
             odd = [str(rank) for rank in found if found[rank] != found[first]]
             if odd:
-                fault = "gradient_replicas_differ" if what == "gradient" else "replica_drift"
-                text = f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}"
-                allowed = "equal bits on all ranks that hold the same piece"
-                self._say(fault, self._params[numbers[at]].name, text, allowed)
+                self._say(
+                    "gradient_replicas_differ" if what == "gradient" else "replica_drift",
+                    self._params[numbers[at]].name,
+                    f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}",
+                    "equal bits on all ranks that hold the same piece",
+                )

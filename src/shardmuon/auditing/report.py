@@ -1,11 +1,13 @@
-"""The report of an audit, as data and text. Identical on all ranks that share parameters."""
+"""The schedule of audits, and their reports, as data and text: identical on all ranks that share parameters."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from shardmuon.errors import level_of_the_caller
 from shardmuon.texts import table
 
 # Name of each fault -> what to do about it. docs/audit.md explains the faults.
@@ -90,14 +92,10 @@ class MatrixRow:
         owners: Ranks that orthogonalize the matrix, by the plan.
         status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" if the audit has no formula for
             that stage of a variant, or "inconclusive": rounding alone could explain half of this update.
-        compared: True if there was an update to compare; otherwise the values below are 0, `expected_scale` perhaps
-            excepted.
+        compared: True if there was an update to compare; otherwise the values below are 0.
         difference, allowed: Difference of the applied update from the same arithmetic run densely, and its limit: in
             the direction where rounding hides least, relative to the update ([Note: the shake] in auditing/judge.py).
             For bitwise equal weights 0, and the limit for the comparison with exact arithmetic.
-        scale, expected_scale: Factor on lr, as recovered from the update and as computed from the global shape.
-        applied: Smallest and largest singular value of the applied update.
-        band: Smallest and largest singular value that the coefficients give for the matrix's own spectrum.
     """
 
     name: str
@@ -110,10 +108,6 @@ class MatrixRow:
     compared: bool = False
     difference: float = 0.0
     allowed: float = 0.0
-    scale: float = 0.0
-    expected_scale: float = 0.0
-    applied: tuple[float, float] = (0.0, 0.0)
-    band: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -155,12 +149,93 @@ class AuditReport:
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
-    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band"
-    rows = [head.split("|")]
+    rows = [["matrix", "shape", "owner", "arithmetic", "status", "difference", "allowed"]]
     for m in matrices:
-        numbers = [f"{m.difference:.1e}", f"{m.allowed:.1e}", f"{m.scale:.4g}", f"{m.expected_scale:.4g}"]
-        numbers += [f"{least:.3f}..{most:.3f}" for least, most in (m.applied, m.band)]
-        owners = ",".join(map(str, m.owners))
-        about = [m.name, f"{m.rows}x{m.cols}", owners, m.arithmetic, m.status]
-        rows.append([*about, *(numbers if m.compared else ["-"] * len(numbers))])
+        about = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
+        rows.append([*about, *(f"{number:.1e}" if m.compared else "-" for number in (m.difference, m.allowed))])
     return table(rows) + "\n"
+
+
+# -------------------------------------------------------------------------------------------------- the schedule
+
+
+class AuditError(RuntimeError):
+    """Raised on every rank after an audited step that was not Muon's update. `report` has the findings. The step is
+    complete: weights have changed."""
+
+    def __init__(self, text: str, report: AuditReport) -> None:
+        super().__init__(text)
+        self.report = report
+
+
+class AuditWarning(UserWarning):
+    """A finding of severity "warning", which raises no error."""
+
+
+@dataclass(eq=False)
+class AuditSchedule:
+    """Step counter that decides which steps are audited. Equal on all ranks that share parameters.
+
+    Attributes:
+        num_steps: Steps since construction. A step that was refused or skipped does not count.
+        num_audits: Audits so far.
+        asked: The audit of the next step that `audit()` requested, if any.
+    """
+
+    samples = 2  # matrices compared per audit in each group of ranks; each audit samples different ones
+    every: int | None = None
+    num_steps: int = 0
+    num_audits: int = 0
+    asked: PendingAudit | None = None
+
+    @property
+    def due(self) -> int:
+        """Number of matrices that an audit of the next step compares; 0 if that step is not audited."""
+        if self.asked is not None:
+            return self.asked.samples
+        return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
+
+    def due_text(self) -> str:
+        """Text that ranks must agree on in an audited step: its number, the number of samples, and the audit's number,
+        which selects the matrices."""
+        return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
+
+    def deliver(self, report: AuditReport) -> None:
+        """Deliver a finished audit's report to the `PendingAudit` that requested it, or else raise AuditError or issue
+        warnings. The same on every rank."""
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            asked.found = report
+        elif report.errors:
+            raise AuditError(report.message(), report)
+        else:
+            for finding in report.findings:
+                warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickling: all but the requested audit, which belongs to one process."""
+        return {**self.__dict__, "asked": None}
+
+
+@dataclass(eq=False)
+class PendingAudit:
+    """An audit that was requested of the next step.
+
+    Attributes:
+        samples: Matrices compared in each group of ranks that shares parameters.
+        found: The report; None before the step.
+    """
+
+    samples: int
+    found: AuditReport | None = None
+
+    @property
+    def report(self) -> AuditReport:
+        """The finished audit's report.
+
+        Raises:
+            RuntimeError: No step has been taken since `audit()`.
+        """
+        if self.found is None:
+            raise RuntimeError("no step was audited yet: call optimizer.step() after shardmuon.audit(optimizer)")
+        return self.found

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
     parser.add_argument(
-        "--engine", help="cuts parameters up: torch (default: DDP, FSDP2, HSDP, TP, EP), zero (ZeRO 1 and 2)"
+        "--engine",
+        default="torch",
+        help="cuts parameters up: torch (default: DDP, FSDP2, HSDP, TP, EP), zero (ZeRO 1 and 2)",
     )
     parser.add_argument("--tokens-per-step", type=float, help="of a training step on all ranks: 4e6")
     parser.add_argument("--active-params", type=float, help="that work on a token, of a model with experts: 3e9")
@@ -47,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         weights=_DTYPES[args.weights],
         momentum_dtype=_DTYPES.get(args.momentum, args.momentum),
     )
-    text = report.text(shutil.get_terminal_size((150, 0)).columns)
+    print(report.text(shutil.get_terminal_size((150, 0)).columns))
     if args.html is not None:
         report.write_html(args.html)
-    print(text if args.html is None else f"{text}\nwrote {args.html}")
+        print(f"wrote {args.html}")
     return 0

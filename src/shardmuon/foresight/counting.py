@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmuon.layout.pieces import Piece
 from shardmuon.plan.items import Bucket, Item, Route
@@ -19,15 +20,14 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION_ELSEWHERE
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-_Messages = tuple[Ints, Ints, Ints]  # sender, receiver and bytes of each message
-_WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
+_Ints = NDArray[np.int64]
+_Messages = tuple[_Ints, _Ints, _Ints]  # sender, receiver and bytes of each message
 
 
 # ------------------------------------------------------------------------------------------------------------- counts
 
 
-class Matrices(NamedTuple):
+class _Matrices(NamedTuple):
     """Equal matrices that one rank orthogonalizes in one bucket.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sent(NamedTuple):
         return self.inside + self.across
 
 
-class Sides(NamedTuple):
+class _Sides(NamedTuple):
     """Bytes that one rank sends (or receives) in the three exchanges of one bucket.
 
     Attributes:
@@ -79,7 +79,7 @@ class Sides(NamedTuple):
     relay: Sent = Sent()
 
 
-_NO_SIDES = Sides()
+_NO_SIDES = _Sides()
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class BucketCount:
         route: See plan/items.py.
         num_ranks: Ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Nodes of these ranks.
-        wire: dtype of the batches and of the exchanged data.
-        matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
+        itemsize: Bytes of an element of the batches and of the exchanged data.
+        matrices: _Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
         held: Elements of the bucket whose momentum and weights this rank updates.
         foreign: Part of `held`: elements that are sent to owners.
         idle: Part of `held`: elements whose results arrive by the relay.
@@ -108,13 +108,13 @@ class BucketCount:
     route: Route
     num_ranks: int
     num_nodes: int
-    wire: str
-    matrices: tuple[Matrices, ...]
+    itemsize: int
+    matrices: tuple[_Matrices, ...]
     held: int
     foreign: int = 0
     idle: int = 0
-    sent: Sides = _NO_SIDES
-    received: Sides = _NO_SIDES
+    sent: _Sides = _NO_SIDES
+    received: _Sides = _NO_SIDES
     gathers: bool = False
     relays: bool = False
     batches: int = 0
@@ -124,11 +124,6 @@ class BucketCount:
     def exchanges(self) -> int:
         """Number of all-to-all calls."""
         return 2 * self.gathers + self.relays
-
-    @property
-    def flops(self) -> int:
-        """Floating point operations of orthogonalization on this rank."""
-        return sum(m.num * m.flops for m in self.matrices)
 
 
 class Stored(NamedTuple):
@@ -183,14 +178,9 @@ class RankClass:
         return len(self.ranks)
 
     @property
-    def example(self) -> int:
-        """Lowest rank of the class."""
-        return self.ranks[0]
-
-    @property
     def flops(self) -> int:
         """Floating point operations of orthogonalization per rank."""
-        return sum(bucket.flops for bucket in self.buckets)
+        return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
     def sent(self) -> Sent:
@@ -213,7 +203,7 @@ class RankClass:
 
     @property
     def orthogonalized(self) -> int:
-        """Matrices that a rank orthogonalizes per step; equals `Traffic.orthogonalized`."""
+        """_Matrices that a rank orthogonalizes per step; equals `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
@@ -249,10 +239,10 @@ class _Ways(NamedTuple):
             the owner stores the tile.
     """
 
-    at: Ints
-    numel: Ints
-    owner: Ints
-    source: Ints
+    at: _Ints
+    numel: _Ints
+    owner: _Ints
+    source: _Ints
 
 
 class _Tiles:
@@ -260,7 +250,7 @@ class _Tiles:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._stored: dict[tuple[int, ...], tuple[Ints, Ints, list[Piece]]] = {}
+        self._stored: dict[tuple[int, ...], tuple[_Ints, _Ints, list[Piece]]] = {}
         self._ways: dict[tuple[Any, ...], _Ways] = {}
 
     def ways(self, item: Item) -> _Ways:
@@ -321,15 +311,16 @@ def _counts(
     largest = np.zeros(num, dtype=np.int64)
     np.maximum.at(largest, place, numel)
     for n, rank in enumerate(bucket.ranks):
-        sent, received = (Sides._make(side[way][n] for side in sides) for way in (0, 1))
+        sent, received = (_Sides._make(side[way][n] for side in sides) for way in (0, 1))
         yield BucketCount(
             number=number if bucket.exchange else -1,
             route=bucket.route,
             num_ranks=len(exchanging),
             num_nodes=num_nodes,
-            wire=_WIRES[bucket.itemsize],
+            itemsize=bucket.itemsize,
             matrices=tuple(
-                Matrices(rows, cols, how, alike, cost) for (rows, cols, how, cost), alike in sorted(owned[rank].items())
+                _Matrices(rows, cols, how, num_alike, flops)
+                for (rows, cols, how, flops), num_alike in sorted(owned[rank].items())
             ),
             held=held[n],
             foreign=of_foreign[n],
@@ -361,12 +352,12 @@ def _told(plan: Plan, bucket: Bucket, tiles: _Tiles) -> Iterator[tuple[str, int,
                 yield "scatter" if mate == owner else "relay", mate, keeper, words * bucket.itemsize
 
 
-def _ints(numbers: Iterable[Any]) -> Ints:
+def _ints(numbers: Iterable[Any]) -> _Ints:
     return np.array(list(numbers), dtype=np.int64)
 
 
 def _sides(
-    messages: _Messages, more: Sequence[Sequence[int]], ranks: Ints, nodes: Ints
+    messages: _Messages, more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[Sent], list[Sent]]:
     """Bytes and peers of each of `ranks` in one exchange: two lists, of sending and of receiving. `more`: further
     messages, one by one."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
@@ -97,7 +98,7 @@ class Time(NamedTuple):
     hi: float
 
     def __str__(self) -> str:
-        """Ends of the interval as text, such as "1.2 .. 3.4 ms"."""
+        """_Ends of the interval as text, such as "1.2 .. 3.4 ms"."""
         return seconds(self.lo, self.hi)
 
 
@@ -215,7 +216,7 @@ class Hardware:
 # ------------------------------------------------------------------------------------------------------------- seconds
 
 
-Ends = np.ndarray[Any, np.dtype[np.float64]]  # three values: all uncertain numbers at their best, middle and worst
+_Ends = NDArray[np.float64]  # three values: all uncertain numbers at their best, middle and worst
 
 
 @dataclass
@@ -232,14 +233,14 @@ class Rates:
     unverified: dict[str, str] = field(default_factory=dict)
     extrapolated: dict[str, None] = field(default_factory=dict)
 
-    def of(self, name: str, size: float = 1.0, where: str = "") -> Ends:
+    def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
         """Number, or a table's value at a size. `where`: text to record if the size is beyond the table's ends."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
         return np.array(found if name.startswith(_TIMES) else found[::-1])
 
-    def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> Ends:
+    def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
         """Seconds to orthogonalize `count` equal matrices on one rank, see [Note: batches].
 
         Args:
@@ -274,7 +275,7 @@ class Rates:
         across: int,  # the same to and from other nodes
         num_peers: int,
         spans_nodes: bool,
-    ) -> dict[str, Ends]:
+    ) -> dict[str, _Ends]:
         """Seconds of latency and on the wire of one all-to-all, see [Note: how an exchange is timed]."""
         if num_ranks <= 1:
             return {"latency": np.zeros(3), "wire": np.zeros(3)}
@@ -294,7 +295,7 @@ class Rates:
             wire = np.maximum(wire, across / (self.of("nic") * share * self.of("nic_efficiency")))
         return {"latency": latency + self.of("latency_peer") * num_peers, "wire": wire}
 
-    def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> Ends:
+    def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> _Ends:
         """Seconds of a memory pass.
 
         Args:
@@ -310,11 +311,11 @@ class Rates:
         of_wire = {"pack": wire_bytes, "apply": wire_bytes + 4 if wire_bytes < 4 else 0}
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
-    def memory(self, size: int) -> Ends:
+    def memory(self, size: int) -> _Ends:
         """Seconds to read and write `size` bytes in all."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
-    def slowdown(self, num_ranks: int) -> Ends:
+    def slowdown(self, num_ranks: int) -> _Ends:
         """Factor by which computation slows down when this many ranks of a node compute at once."""
         name = "ranks at once"
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
@@ -375,9 +376,8 @@ def _parse(data: Any, where: str) -> Hardware:
     kinds = {str(name): next((w for w in words if f"{name} ".startswith(f"{w} ")), None) for name in given}
     missing = [key for key in ("name", "title", "device") if key not in data]
     missing += [f"{word} ({text})" for word, text in _NUMBERS.items() if word not in kinds.values()]
-    unknown = [name for name, kind in kinds.items() if kind is None]
-    if missing or unknown:
-        faults = {"lacks": missing, "has the unknown": unknown}
+    faults = {"lacks": missing, "has the unknown": [name for name, kind in kinds.items() if kind is None]}
+    if any(faults.values()):
         raise ValueError(f"{where}: " + "; ".join(f"{what} {', '.join(keys)}" for what, keys in faults.items() if keys))
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
@@ -392,23 +392,22 @@ def _known(data: Any, slope: float) -> _Known:
     """Parse an entry: a value, low and high ends, or a table's rows, possibly one set of rows per aspect ratio."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
-    source, verified = str(data["source"]), data["verified"] is True
+    ends = (data["value" if "value" in data else end] for end in ("low", "high"))
     if "rows" not in data:
-        ends = (data["value" if "value" in data else end] for end in ("low", "high"))
-        return _Known(source, verified, {1.0: [_row([1.0, *ends])]}, slope)
-    rows = data["rows"]
-    tables = rows if rows and isinstance(rows, Mapping) else {1.0: rows}
-    return _Known(source, verified, {float(aspect): _measured(of) for aspect, of in tables.items()}, slope)
+        data = {**data, "rows": [[1.0, *ends]]}
+    tables = data["rows"] if data["rows"] and isinstance(data["rows"], Mapping) else {1.0: data["rows"]}
+    found = {float(aspect): _measured(of) for aspect, of in tables.items()}
+    return _Known(str(data["source"]), data["verified"] is True, found, slope)
 
 
 def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
     """Parse a table's rows, (size, lo, mid, hi) or (size, lo, hi); returns them sorted by size.
 
     Raises:
-        ValueError: There are no rows, a size occurs twice, or numbers are not positive or not in order.
+        ValueError: There are no rows, a size occurs twice, or numbers of several rows are not positive or not in order.
     """
     found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
-    if len({at for at, *_ in found}) < max(1, len(found)) or min(map(min, found)) <= 0.0:
+    if len({at for at, *_ in found}) < max(1, len(found)) or (len(found) > 1 and min(map(min, found)) <= 0.0):
         raise ValueError(f"a table needs ascending sizes and positive values, found {found}")
     return found
 

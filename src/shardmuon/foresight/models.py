@@ -25,8 +25,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardmuon.layout.views import Ints
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.routing.roles import find_places, is_table
+from shardmuon.step.options import Settings
 from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
@@ -34,29 +35,15 @@ _EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
 _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 
 
-@dataclass(frozen=True)
-class Model:
-    """Module on the meta device, with its name, source and number of active parameters.
-
-    Attributes:
-        name: Name, as the user gave it.
-        source: Origin of the shapes (an address, a file, a function).
-        module: The module, with every parameter on the meta device.
-        active: Parameter elements used per token, see [Note: what works on a token]; 0: unknown, because the model has
-            experts and is not a preset.
-    """
-
-    name: str
-    source: str
-    module: nn.Module
-    active: int
-
-
 # ---------------------------------------------------------------------------------------------- which model is meant
 
 
-def load_model(model: str | nn.Module) -> Model:
+def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
     """Load a model from a preset, a configuration, a function or a module.
+
+    Returns its name, the origin of its shapes (an address, a file, a function), the module on the meta device, and the
+    number of elements used per token, see [Note: what works on a token]; 0: unknown, because the model has experts and
+    is not a preset.
 
     Args:
         model: A preset's name; the path of a Hugging Face config.json or of its folder; MODULE:FUNCTION; or a module,
@@ -66,15 +53,15 @@ def load_model(model: str | nn.Module) -> Model:
         ValueError: `model` is none of these, or does not determine the shapes.
     """
     if isinstance(model, nn.Module):
-        return Model(type(model).__name__, "the module given", model, _active_of(model))
+        return type(model).__name__, "the module given", model, _active_of(model)
     known = _presets()
     if model in known:
         data = known[model]
         made = build(data["config"])
-        return Model(data["title"], data["source"], made, data.get("active_parameters") or _active_of(made))
+        return data["title"], data["source"], made, data.get("active_parameters") or _active_of(made)
     if _is_config(model) or ":" in model:
         made = make_model(model, meta=True)
-        return Model(model, model, made, _active_of(made))
+        return model, model, made, _active_of(made)
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, list(known))}"
         "; the path of a Hugging Face config.json, or of its folder; or MODULE:FUNCTION that builds the model"
@@ -88,7 +75,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _active_of(module: nn.Module) -> int:
-    """Parameter elements used per token (`Model.active`); 0 for a module with experts."""
+    """Parameter elements used per token (`load_model`); 0 for a module with experts."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
     has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or by name
     return 0 if has_experts else sum(p.numel() for p, _ in held)
@@ -171,22 +158,20 @@ def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta
 
     Args:
         shapes: Name -> shape of every parameter, in the model's order.
-        kinds: Name of a module, or "PARENT.*" for all children of a parent -> function that makes the module from its
-            parameter's shape. Default for other modules, by weight: embedding if 2-D and named like one, else linear if
-            2-D, norm if 1-D and named norm.
+        kinds: Name of a module -> function that makes the module from its parameter's shape. Default for other
+            modules, by weight: embedding if 2-D and named like one, else linear if 2-D, norm if 1-D and named norm.
         device: Device of the parameters.
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
-        node, above = root, ""
+        node: Any = root
         *path, leaf = name.split(".")
-        for depth, part in enumerate(path, 1):
+        for part in path:
             if part not in node._modules:
-                make = kinds.get(part) or kinds.get(f"{above}.*")
-                is_leaf = depth == len(path)
-                made = make(shape) if make else _leaf(part, shape) if is_leaf else _bare(_type("Node"))
+                make = kinds.get(part)
+                made = make(shape) if make else _leaf(part, shape) if part == path[-1] else _bare(_type("Node"))
                 node.add_module(part, made)
-            node, above = cast(nn.Module, node._modules[part]), part
+            node = node._modules[part]
         node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device=device)))
     return root
 
@@ -352,7 +337,6 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     kinds: dict[str, _Make] = {
-        "layers.*": lambda shape: _bare(_type("Layer")),
         "router": lambda shape: _bare(_type("MoeTopKRouter")),
         "experts": lambda shape: _bare(_type("GptOssExperts" if c.expert_bias else "GroupedExperts")),
         "attn": lambda shape: _bare(_type("GPT2Attention"), split_size=c.hidden_size, is_cross_attention=False),
@@ -392,6 +376,7 @@ class Param:
         shape: Global shape.
         group: Index of its optimizer group.
         use_muon: True if Muon updates it: it is one matrix or several.
+        view: Its matrices; none for AdamW's.
         cut: Dim that tensor parallelism shards, as a negative index; None: the parameter is replicated.
         expert: True if its first dim indexes experts.
         layer: Index of its layer; -1 before all layers, `AFTER` after them.
@@ -401,6 +386,7 @@ class Param:
     shape: Ints
     group: int
     use_muon: bool
+    view: MatrixView
     cut: int | None
     expert: bool
     layer: int
@@ -411,15 +397,25 @@ class Param:
         return math.prod(self.shape)
 
 
-def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
-    """Every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`."""
+def parameters_of(
+    groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
+) -> list[Param]:
+    """Every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`. `settings`:
+    those of each group; None for AdamW's."""
     layers, found = _layers(module), list[Param]()
+
+    @cache
+    def view_of(index: int, shape: Ints) -> MatrixView:
+        of_group = settings[index]
+        return MatrixView(shape, shape, -1, (), 1) if of_group is None else matrix_view(shape, **of_group.view)
+
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
             shape, muon = tuple(param.shape), bool(group["use_muon"])
             cut = _cut(name, len(shape), muon and bool(group.get("transposed", False)))
             expert = ".experts." in f".{name}." and len(shape) > 1
-            found.append(Param(name, shape, index, muon, cut, expert, layers.get(id(param), AFTER)))
+            view = view_of(index, shape)
+            found.append(Param(name, shape, index, muon, view, cut, expert, layers.get(id(param), AFTER)))
     return found
 
 

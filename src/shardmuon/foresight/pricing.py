@@ -11,15 +11,17 @@ The inputs are exact counts (`job.Exact`) and hardware data, so everything here 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmuon.foresight.counting import BucketCount, RankClass, Sent
-from shardmuon.foresight.hardware import Ends, Hardware, Rates, Time, load
+from shardmuon.foresight.hardware import Hardware, Rates, Time, load
 from shardmuon.foresight.job import Exact, exact_of
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.turns import turns
@@ -35,9 +37,9 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-_WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Pick = Mapping[str, int]  # factor -> its value: 0 best, 1 middle, 2 worst
-_Seconds = dict[str, Ends]  # by factor
+_Ends = NDArray[np.float64]  # three values, as `Rates` gives them
+_Seconds = dict[str, _Ends]  # by factor
 _MIDDLE = dict.fromkeys(_FACTORS, 1)
 _Key = tuple[object, ...]  # identifies a bucket and the group of ranks that exchange it; equal on all these ranks
 _Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class run it
@@ -104,11 +106,11 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
     found = exact.classes[slowest]
     return Price(
         step=step,
-        rank=found.example,
+        rank=found.ranks[0],
         parts=pricer.parts(slowest, [courses[slowest].waited for courses in (best, middle, worst)]),
         timeline=tuple(middle[slowest].events),
         reasons=pricer.reasons(step, found.stage),
-        ends={c.example: course.end for c, course in zip(exact.classes, middle, strict=True)},
+        ends={c.ranks[0]: course.end for c, course in zip(exact.classes, middle, strict=True)},
         tokens=tokens,
         training=training,
         unverified=dict(sorted(rates.unverified.items())),
@@ -195,7 +197,7 @@ class _Pricer:
         """Seconds of one class of ranks by activity. `waited`: seconds of waiting at best, in the middle, at worst."""
         phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
-        def spent(factor: str) -> Ends:
+        def spent(factor: str) -> _Ends:
             return sum((seconds[factor] for _, seconds in phases if factor in seconds), np.zeros(3))
 
         return {
@@ -212,7 +214,7 @@ class _Pricer:
         each, calls, held = rates.of("host_matrix"), rates.of("host_bucket"), max(1, bucket.held)
 
         def passed(what: str, elements: int, num_calls: float = 0.0, copied: int = 0) -> _Seconds:
-            memory = self._pass(what, elements, bucket.held / max(1, fragments), _WIRE_BYTES[bucket.wire])
+            memory = self._pass(what, elements, bucket.held / max(1, fragments), bucket.itemsize)
             return {
                 "memory": memory + rates.memory(2 * copied),
                 "host": each * (fragments / 2 * elements / held) + calls * num_calls,
@@ -237,7 +239,7 @@ class _Pricer:
         inside, across = (max(sent[way], received[way]) for way in (0, 1))
         return self._rates.exchange(bucket.num_ranks, inside, across, peers, bucket.num_nodes > 1)
 
-    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> Ends:
+    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> _Ends:
         return self._slower * self._rates.passed(what, elements, fragment, wire)
 
     def _slowest_of_each_exchange(self) -> None:
@@ -252,18 +254,17 @@ class _Pricer:
 
 
 def _group(rank: RankClass, bucket: BucketCount) -> _Key:
-    return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
+    return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.itemsize)
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
     """Estimated number of fragments that a rank holds of a bucket, by the bucket's key: one per matrix of the group."""
-    owned: dict[_Key, float] = {}
-    members: dict[_Key, float] = {}  # number of groups with this key: ranks / ranks per group
+    owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
     for rank in exact.classes:
         for bucket in rank.buckets:
-            key, matrices = _group(rank, bucket), sum(m.num for m in bucket.matrices)
-            owned[key] = owned.get(key, 0.0) + rank.count * matrices
-            members[key] = members.get(key, 0.0) + rank.count / bucket.num_ranks
+            key = _group(rank, bucket)
+            owned[key] += rank.count * sum(m.num for m in bucket.matrices)
+            members[key] += rank.count / bucket.num_ranks  # in the end the number of groups with this key
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
 

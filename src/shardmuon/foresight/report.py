@@ -13,7 +13,6 @@ from torch import nn
 
 from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
 from shardmuon.foresight.job import Exact, count
-from shardmuon.foresight.layouts import Mesh, parse_mesh
 from shardmuon.foresight.pricing import Price, adamw_step, price
 from shardmuon.price.clock import Event
 from shardmuon.price.machines import MACHINES
@@ -21,10 +20,10 @@ from shardmuon.price.machines import MACHINES
 
 def plan(
     model: str | nn.Module,
-    mesh: str | Mesh,
+    mesh: str,
     *,
     gpu: str | Path | Hardware = "h100",
-    engine: str | None = None,
+    engine: str = "torch",
     gpus_per_node: int | None = None,
     tokens_per_step: float | None = None,
     active_params: float | None = None,
@@ -59,7 +58,9 @@ def plan(
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     exact = count(
         model,
-        parse_mesh(mesh, engine, per_node),
+        mesh,
+        engine=engine,
+        gpus_per_node=per_node,
         active_params=active_params,
         device=hardware.device,
         weights=weights,
@@ -181,7 +182,9 @@ def _number(value: float) -> str:
 
 def _sections(report: Report) -> list[_Section]:
     """All tables of a report, in reading order."""
-    return [_summary(report), _answers(report), _ranks(report.exact), _parts(report), _grounds(report)]
+    parts = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
+    of_time = _Section(f"Where rank {report.price.rank}'s time goes", parts, ("part", "seconds"))
+    return [_summary(report), _answers(report), _ranks(report.exact), of_time, _grounds(report)]
 
 
 def _summary(report: Report) -> _Section:
@@ -239,16 +242,17 @@ def _straggler(report: Report) -> str:
     idle = sum(c.count for c in exact.classes if not c.flops)
     return (
         f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
-        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.example}, {busiest.flops / mean if mean else 1:.2f} "
-        "of the mean" + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
+        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.ranks[0]}, "
+        f"{busiest.flops / mean if mean else 1:.2f} of the mean"
+        + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
     )
 
 
 def _ranks(exact: Exact) -> _Section:
-    classes = sorted(exact.classes, key=lambda c: (-c.flops, c.example))
+    classes = sorted(exact.classes, key=lambda c: (-c.flops, c.ranks[0]))
     rows = [
         (
-            f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
+            f"{c.ranks[0]:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
             scaled((c.flops / 1e6,), 1000, _OPERATIONS) if c.flops else "none",
@@ -264,11 +268,6 @@ def _ranks(exact: Exact) -> _Section:
     notes = (f"{rest:,} ranks of {len(classes) - _MANY:,} other kinds are left out.", _KEY) if rest else (_KEY,)
     first = ("rank", "stage", "NS runs", "matmul FLOPs", "kept", "in a step")
     return _Section("Ranks", rows, (*first, "sent in node", "sent between", "calls + votes"), notes)
-
-
-def _parts(report: Report) -> _Section:
-    rows = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
-    return _Section(f"Where rank {report.price.rank}'s time goes", rows, ("part", "seconds"))
 
 
 def _grounds(report: Report) -> _Section:

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon.frameworks.deepspeed import REQUIRED
+from shardmuon.muon import Muon
 
-if TYPE_CHECKING:
-    from shardmuon.muon import Muon
-
-_Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], "Muon"]
+_Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 FSDP1_ROWS = {  # name -> strategy
     "fsdp1": "FULL_SHARD",

@@ -39,7 +39,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
-from shardmuon.foresight.layouts import in_parts
+from shardmuon.foresight.job import in_parts
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -170,28 +170,27 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {name: bag[name].detach() for name in tensors}
 
 
-_Places = Callable[[int, Tensor], list[Placement]]  # (index of a tensor, tensor) -> one placement per mesh axis
-
-
-def _distributed(tensors: _Tensors, mesh: DeviceMesh, places: _Places) -> dict[str, Tensor]:
-    return {
-        name: distribute_tensor(t.clone(), mesh, places(i, t), src_data_rank=None)
-        for i, (name, t) in enumerate(tensors.items())
-    }
+_Places = Callable[[int, Tensor], Sequence[Placement]]  # (index of a tensor, tensor) -> one placement per mesh axis
 
 
 def _placed_by(places: _Places) -> _Builder:
-    """Builder of DTensors with these placements on a mesh."""
-    return lambda tensors, shape: _distributed(tensors, mesh_of(shape), places)
+    """Builder of DTensors with these placements on a mesh: on one axis of all ranks if there is one placement only.
+    Without placements a tensor stays plain."""
+
+    def build(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        for i, (name, full) in enumerate(tensors.items()):
+            placements, whole = places(i, full), full.clone()
+            mesh = shape if len(placements) == len(shape) else (math.prod(shape),)
+            out[name] = distribute_tensor(whole, mesh_of(mesh), placements, src_data_rank=None) if placements else whole
+        return out
+
+    return build
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
     """Shard rows and columns in turn, as in tensor parallelism."""
     return [Shard(index % 2 + tensor.ndim - 2)]
-
-
-def _plain(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in tensors.items()}
 
 
 def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
@@ -202,7 +201,11 @@ def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
     """Tensor parallelism over the last axis, FSDP over the others."""
     mesh = mesh_of(shape)
     *outer, inner = mesh.mesh_dim_names or ()
-    return _fully_sharded(_distributed(tensors, mesh[inner], _in_turn), mesh[tuple(outer)])
+    parallel = {
+        name: distribute_tensor(t.clone(), mesh[inner], _in_turn(i, t), src_data_rank=None)
+        for i, (name, t) in enumerate(tensors.items())
+    }
+    return _fully_sharded(parallel, mesh[tuple(outer)])
 
 
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
@@ -227,31 +230,6 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
     size = tensor.shape[dim]
     ends = [min(size, i * -(-size // parts)) for i in range(parts + 1)]
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
-
-
-def _experts_fsdp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Shard stacks by expert over one axis and by rows over the other, and all else over all ranks."""
-    stacks = {name: t for name, t in tensors.items() if t.ndim == 3}
-    dense = {name: t for name, t in tensors.items() if t.ndim != 3}
-    made = _distributed(stacks, mesh_of(shape), lambda i, t: [Shard(1), Shard(0)])
-    made |= _fully_sharded(dense, mesh_of((math.prod(shape),))) if dense else {}
-    return {name: made[name] for name in tensors}
-
-
-def _mixed(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Put successive parameters on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
-    flat: Ints = (math.prod(shape),)
-    places: list[tuple[Ints, list[Placement]]] = [
-        (flat, [Shard(0)]),
-        (shape, [Replicate(), Shard(1)]),
-        (flat, [Replicate()]),
-        (shape, [Shard(1), Shard(0)]),
-    ]
-    out = _plain(tensors, shape)
-    for number, (mesh, placements) in enumerate(places):
-        for name in list(tensors)[number :: len(places) + 1]:
-            out[name] = distribute_tensor(out[name], mesh_of(mesh), placements, src_data_rank=None)
-    return out
 
 
 def shard_like_megatron(
@@ -369,11 +347,12 @@ def _default_group(shape: Ints) -> dict[str, Any]:
     return {"process_group": dist.group.WORLD}
 
 
+_MIXED: list[list[Placement]] = [[Shard(0)], [Replicate(), Shard(1)], [Replicate()], [Shard(1), Shard(0)], []]
 LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
-        _LayoutCase("single", _flat, _plain),
-        _LayoutCase("ddp", _flat, _plain, _default_group, exchanges=1),
+        _LayoutCase("single", _flat, _placed_by(lambda i, t: [])),
+        _LayoutCase("ddp", _flat, _placed_by(lambda i, t: []), _default_group, exchanges=1),
         _LayoutCase("replicate", _flat, _placed_by(lambda i, t: [Replicate()]), exchanges=1),
         _LayoutCase("fsdp2", _flat, _fsdp2),
         _LayoutCase("fsdp2 dim 1", _flat, _placed_by(lambda i, t: [Shard(1)])),
@@ -385,8 +364,10 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("lone strided", _flat, _lone_strided),
         _LayoutCase("hsdp+tp", _cube, _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
-        _LayoutCase("ep+fsdp", _square, _experts_fsdp),
-        _LayoutCase("mixed meshes", _square, _mixed),
+        _LayoutCase(  # stacks by expert over one axis and by rows over the other, all else over all ranks
+            "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])
+        ),
+        _LayoutCase("mixed meshes", _square, _placed_by(lambda i, t: _MIXED[i % len(_MIXED)])),
         _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
         _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", hybrid=True)),
         _LayoutCase("megatron-fsdp+tp", _square, _megatron("fsdp+tp", tensor_parallel=True)),

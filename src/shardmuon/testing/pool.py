@@ -42,16 +42,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Rank = tuple[BaseProcess, Connection]  # the process of one rank, and the parent's end of its pipe
 
 _PRELOADED = [  # modules that cannot be imported are skipped
     "torch",
@@ -136,7 +138,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self._store: dist.Store | None = None
         weakref.finalize(self, _kill, self._ranks)  # at exit, or when the pool is garbage-collected
 
-    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    def run(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
 
         Args:
@@ -149,9 +151,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 collective), and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
-        return cast("list[T]", self._call(_GRACE, False, fn, args, kwargs))
+        return cast("list[_T]", self._call(_GRACE, False, fn, args, kwargs))
 
-    def run_catching(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T | RankException]:
+    def run_catching(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T | RankException]:
         """Run a function as `run` does, but return a rank's exception as its result and let the ranks live on.
 
         For claims like "every rank raises and none hangs". Waits for slow ranks up to the pool's time-out, however
@@ -161,7 +163,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             RankError: A rank was lost (it hung or died). The ranks are killed, and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
-        return cast("list[T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
+        return cast("list[_T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
 
     def close(self) -> None:
         """Kill the ranks, if any. A later call starts new ones."""
@@ -187,9 +189,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 started = f"the start of {self.world_size} {self.backend} ranks"
                 self._receive(started, _START_TIMEOUT, _GRACE, catching=False)
             message = pickle.dumps((list(sys.path), call))
-            for rank in self._ranks:
+            for _, pipe in self._ranks:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _receive reports it
-                    rank.pipe.send_bytes(message)
+                    pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
         except BaseException:  # Ctrl-C or a test's time-out: replies may still arrive
             self.close()
@@ -214,7 +216,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     daemon=True,
                 )
                 process.start()
-                self._ranks.append(_Rank(rank, process, pipe))
+                self._ranks.append((process, pipe))
                 rank_pipe.close()
 
     def _receive(self, what: str, timeout: float, grace: float, catching: bool) -> tuple[list[object], int]:
@@ -225,7 +227,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """
         deadline = time.monotonic() + timeout
         why = f"still running after {timeout:g} s"
-        pending = {rank.pipe: rank for rank in self._ranks}
+        pending = {pipe: number for number, (_, pipe) in enumerate(self._ranks)}
         replies: dict[int, object] = {}
         most_open_files = 0
         while pending:
@@ -233,18 +235,18 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not ready:
                 break
             for pipe in cast("list[Connection]", ready):
-                rank = pending.pop(pipe)
+                number = pending.pop(pipe)
                 try:
                     reply, num_open_files = pickle.loads(pipe.recv_bytes())
                     most_open_files = max(most_open_files, num_open_files)
                 except (EOFError, ConnectionResetError):
-                    reply = rank.dead()
-                replies[rank.number] = reply
+                    reply = _dead(number, self._ranks[number][0])
+                replies[number] = reply
                 if isinstance(reply, RankException) and time.monotonic() + grace < deadline:
                     deadline = time.monotonic() + grace
-                    why = f"still running {grace:g} s after rank {rank.number} failed"
-        for rank in pending.values():
-            replies[rank.number] = RankException(rank.number, "TimeoutError", why, rank.where(), returned=False)
+                    why = f"still running {grace:g} s after rank {number} failed"
+        for pipe, number in pending.items():
+            replies[number] = RankException(number, "TimeoutError", why, _where(pipe), returned=False)
         ordered = [replies[number] for number in range(self.world_size)]
         failures = tuple(r for r in ordered if isinstance(r, RankException))
         if not all(catching and failure.returned for failure in failures):
@@ -265,35 +267,29 @@ def preload(module: str) -> None:
     _PRELOADED.append(module)
 
 
-class _Rank(NamedTuple):
-    """The process of one rank, and the parent's end of its pipe."""
+def _dead(number: int, process: BaseProcess) -> RankException:
+    process.join(1.0)
+    how = f"the process ended, exit code {process.exitcode}"
+    return RankException(number, "ChildProcessError", how, "", returned=False)
 
-    number: int
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
 
-    def dead(self) -> RankException:
-        self.process.join(1.0)
-        how = f"the process ended, exit code {self.process.exitcode}"
-        return RankException(self.number, "ChildProcessError", how, "", returned=False)
-
-    def where(self) -> str:
-        """The current stack of the rank's main thread, or why it is not known."""
-        with contextlib.suppress(OSError, EOFError):
-            self.pipe.send_bytes(b"")
-            if self.pipe.poll(_STACK_TIMEOUT):
-                answer = self.pipe.recv_bytes()
-                return answer.decode() if answer.startswith(b"Stack") else "(it returns just now)\n"
-        return "(the process does not answer)\n"
+def _where(pipe: Connection) -> str:
+    """The current stack of a rank's main thread, or why it is not known."""
+    with contextlib.suppress(OSError, EOFError):
+        pipe.send_bytes(b"")
+        if pipe.poll(_STACK_TIMEOUT):
+            answer = pipe.recv_bytes()
+            return answer.decode() if answer.startswith(b"Stack") else "(it returns just now)\n"
+    return "(the process does not answer)\n"
 
 
 def _kill(ranks: list[_Rank]) -> None:
     """Kill the ranks of a pool, all together: single ranks are never restarted."""
-    for rank in ranks:
-        rank.process.kill()
-    for rank in ranks:
-        rank.process.join(10.0)
-        rank.pipe.close()
+    for process, _ in ranks:
+        process.kill()
+    for process, pipe in ranks:
+        process.join(10.0)
+        pipe.close()
     ranks.clear()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,35 +11,22 @@ from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_b
 from shardmuon.orthogonalize.schedules import schedule
 
 # Difficult shapes: fewer rows than a vector register, one more or less than a block, few rows and many columns.
-SHAPES = (
+_SHAPES = (
     *((1, 1), (1, 5), (2, 3), (3, 7), (5, 3), (7, 9), (8, 16), (9, 12), (10, 27), (16, 16), (16, 32), (17, 33)),
     *((1, 1025), (3, 1000), (5, 257), (257, 5), (31, 100), (33, 17), (40, 90), (63, 65), (64, 64), (64, 160)),
     *((100, 300), (127, 129), (128, 384), (255, 257), (384, 384), (384, 1536), (768, 768), (1000, 3), (1024, 1024)),
 )
 
 
-class Compared(NamedTuple):
-    """The result of comparing batches of one shape, method and dtype of products.
-
-    Attributes:
-        what: Description for a printed line.
-        num: Number of products and whole iterations compared.
-        num_unequal: Number of these that differ.
-    """
-
-    what: str
-    num: int
-    num_unequal: int
-
-
 def search(
     device: torch.device,
     *,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
+    shapes: Sequence[tuple[int, int]] = _SHAPES,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
-) -> Iterator[Compared]:
-    """Compare the products of Newton-Schulz, and whole iterations, of one matrix in several slots of its batch.
+) -> Iterator[tuple[str, list[bool]]]:
+    """Compare the products of Newton-Schulz, and whole iterations, of one matrix in several slots of its batch. Yields,
+    for batches of one shape, method and dtype of products, their description and which comparisons found equal bits.
 
     Args:
         device: Device that multiplies.
@@ -56,7 +42,7 @@ def search(
         size = batch_size(rows, cols, device)
         for method, dtype in ways if size > 1 else ():
             equal = list(_comparisons((size, rows, cols), method, dtype, device, draws, generator))
-            yield Compared(f"{rows}x{cols}, batches of {size}, {method} {dtype}", len(equal), equal.count(False))
+            yield f"{rows}x{cols}, batches of {size}, {method} {dtype}", equal
 
 
 def _comparisons(
