@@ -207,11 +207,10 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
     before, wanted = flags.fp32_precision, orthogonalize(x, KELLER, method=method, dtype=FP32)
     flags.fp32_precision = "bf16"
     try:
-        found = orthogonalize(x, KELLER, method=method, dtype=FP32)
+        assert torch.equal(orthogonalize(x, KELLER, method=method, dtype=FP32), wanted)
         assert flags.fp32_precision == "bf16", "the caller's flag was not put back"
     finally:
         flags.fp32_precision = before
-    assert torch.equal(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 of its own module
