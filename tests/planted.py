@@ -176,11 +176,6 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
     return plant
 
 
-def _each(change: Callable[[Tensor], object], tensors: Tensors) -> None:
-    for tensor in tensors:
-        change(tensor)
-
-
 def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
     """Every orthogonalizer wrong in itself: the live step and the audit's dense run call the same one."""
 
@@ -448,20 +443,20 @@ FAULTS = {
         says="the gradient alone",
     ),
     "momentum wrong on one rank": Fault(
-        _momentum(lambda fed, grads, buffers: _each(lambda b: b[..., 0].add_(1.0), buffers), rank=1),
+        _momentum(lambda fed, grads, buffers: [b[..., 0].add_(1.0) for b in buffers], rank=1),
         {"momentum_wrong"},
         ALL,
         exact=True,
     ),
     "momentum normalized in place": Fault(
-        _momentum(lambda fed, grads, buffers: _each(lambda b: b.div_(b.norm()), buffers)),
+        _momentum(lambda fed, grads, buffers: [b.div_(b.norm()) for b in buffers]),
         {"momentum_wrong"},
         ALL,
         layout="ddp",
         exact=True,
     ),
     "gradient written": Fault(
-        _momentum(lambda fed, grads, buffers: _each(lambda g: g.mul_(0.5), grads)),
+        _momentum(lambda fed, grads, buffers: [g.mul_(0.5) for g in grads]),
         {"gradient_written"},
         ALL,
         exact=True,
