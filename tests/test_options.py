@@ -392,6 +392,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bucket_bytes": 0}, "bucket_bytes=0 must be None or a whole number from 1 on"),
     ({"stochastic_rounding": 1}, "stochastic_rounding=1 is not one of True, False"),
     ({"momentum_dtype": "float16"}, "momentum_dtype='float16' is not one of None, torch.float32"),
+    ({"audit_every": 0}, "audit_every=0 must be None or a whole number"),
     ({"momentum_device": "cuda"}, "momentum_device='cuda' is not one of None, 'cpu'"),
 ]
 
