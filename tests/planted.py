@@ -267,10 +267,8 @@ def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     """The norm restored for each half of the rows, as on shards."""
     if x.shape[1] < 2 * x.shape[2]:
         return _NORMUON(self, x, kept)
-    halves = [(part, k.clone()) for part, k in zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)]
-    out = torch.cat([_NORMUON(self, part, k) for part, k in halves], 1)
-    kept.copy_(torch.cat([k for _, k in halves], 1))
-    return out
+    halves = zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)
+    return torch.cat([_NORMUON(self, part, k) for part, k in halves], 1)
 
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
