@@ -362,6 +362,14 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bucket_bytes": 0}, "bucket_bytes=0 must be None or a whole number from 1 on"),
     ({"stochastic_rounding": 1}, "stochastic_rounding=1 is not one of True, False"),
     ({"momentum_dtype": "float16"}, "momentum_dtype='float16' is not one of None, torch.float32"),
+    ({"variant": "adamuon"}, "variant='adamuon': 'adamuon' is not one of 'muon_eq', 'normuon', 'hyperball'"),
+    ({"variant": "normuon+normuon"}, "variant='normuon+normuon' names 'normuon' twice"),
+    ({"variant": ("muon_eq", "normuon")}, "variant=('muon_eq', 'normuon') must be None or text: one of 'muon_eq',"),
+    (
+        {"variant": "hyperball+cautious", "weight_decay": 0.0},
+        "variant='hyperball+cautious': 'hyperball' keeps the norm of weights, which do not decay then",
+    ),
+    ({"variant": "hyperball", "weight_decay": 0.1}, "variant='hyperball': 'hyperball' keeps the norm of weights, so"),
     ({"audit_every": 0}, "audit_every=0 must be None or a whole number"),
     ({"momentum_device": "cuda"}, "momentum_device='cuda' is not one of None, 'cpu'"),
 ]

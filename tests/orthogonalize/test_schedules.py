@@ -56,12 +56,11 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
 
 
 def test_names_of_other_libraries_are_known() -> None:
-    assert schedule("simple").triples == schedule("keller").triples == (KELLER,) * 5
-    assert schedule("you5").triples == schedule("Quintic").triples
-    assert schedule("deepseekv4").triples == schedule("deepseek_v4").triples
+    names = {"simple": "keller", "you5": "quintic", "Quintic": "quintic", "deepseekv4": "deepseek_v4"}
+    assert {name: schedule(name).triples for name in names} == {n: schedule(of).triples for n, of in names.items()}
     assert schedule(KELLER).name == "keller"
-    assert schedule(KELLER, 3).triples == (KELLER,) * 3
-    assert schedule([list(KELLER)] * 2, 9).triples == (KELLER,) * 2  # as torch: the triples count
+    given = [schedule(KELLER), schedule(KELLER, 3), schedule([list(KELLER)] * 2, 9)]
+    assert [found.triples for found in given] == [(KELLER,) * count for count in (5, 3, 2)]  # as torch: triples count
 
 
 def test_polar_express_has_its_safety_factor_and_a_tail() -> None:

@@ -8,7 +8,6 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -793,18 +792,3 @@ def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module
         if row.optimizer == "Muon":
             assert sum(rows * cols for rows, cols in row.matrices) == p.numel()
     Muon(groups, lr=1e-3)
-
-
-ROUTING = Path(__file__).parents[2] / "docs" / "routing.md"
-
-
-def test_the_examples_of_the_guide_run_and_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    text = ROUTING.read_text()
-    namespace: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", text, flags=re.DOTALL)
-    assert len(blocks) > 3
-    for code, shown in blocks:
-        capsys.readouterr()
-        exec(code, namespace)
-        if shown:
-            assert capsys.readouterr().out.strip() == shown.strip()
