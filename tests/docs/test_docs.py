@@ -33,9 +33,7 @@ def test_python_blocks_run_one_after_the_other(path: Path) -> None:
     """They print the text that follows them; the README's the table of routing and the plan."""
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        for block, shown in re.findall(
-            r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text(), flags=re.DOTALL
-        ):
+        for block, shown in re.findall(r"(?s)```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text()):
             exec(compile(block, str(path), "exec"), namespace)
             assert out.getvalue().strip().endswith(shown.strip())
     if path == ROOT / "README.md":

@@ -45,7 +45,7 @@ def drawn(name: str, purpose: int, dtype: torch.dtype) -> Tensor:
 
 
 def run(row: Row) -> dict[str, Tensor]:
-    """All that steps change on this rank, after each of them, by "step 0/weight/NAME" and "step 0/KEY/NAME" of state."""
+    """All that steps change on this rank, after each of them, by the names of the file."""
     kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], dict[str, Tensor]()
     world = dist.get_world_size() if dist.is_initialized() else 1
     names = [name for name in PARAMS if name not in options.without]

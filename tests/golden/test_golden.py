@@ -16,8 +16,8 @@ from shardmuon.testing import get_pool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
-# Of each layout a row with an option that no layout before it has; on 3 ranks, whose sizes do not divide, all layouts:
-# test_equality.py has all on 4 and every second on 2. 8-bit momentum, of which some layouts cut blocks: test_momentum.py.
+# Of each layout a row with an option that no layout before it has. On 3 ranks, whose sizes do not divide, all layouts:
+# test_equality.py has all on 4 and every second on 2. Some layouts cut blocks of 8-bit momentum: test_momentum.py.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}
 
