@@ -5,10 +5,10 @@
     python scripts/mutants.py --equivalent 17 "reason"                  # a survivor that changes nothing
 
 A mutant is one change of the syntax tree of a file in one of the core's folders (`FOLDERS`). It is made in a copy of
-the tree, and the tests that can see it run there until one fails: those of golden/exact.py, those that name what is
-mutated or what its module defines, those of its folder. A test that fails is run once without the mutant: if it fails
-there too, it is left out from then on. A hang is a failure, by the time-outs of tests and pools; what is not through
-with all tests in time is "unfinished" and counts as nothing.
+the tree, and the tests that can see it run there until one fails: those of `FIRST`, those that name what is mutated or
+what its module defines, those of its folder. A test that fails is run once without the mutant: if it fails there too,
+it is left out from then on. A hang is a failure, by the time-outs of tests and pools; what is not through with all
+tests in time is "unfinished" and counts as nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
-FIRST = ("golden/test_golden",)
+FIRST = ("step/test_one_process", "golden/test_golden")
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
 ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # beside the tests of its own folder

@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from golden.exact import matrices
-from golden.table import Param
 from torch import Tensor
 
 from shardmuon.layout.pieces import Patch
@@ -29,6 +28,25 @@ SCALES = {
     None: lambda rows, cols: math.sqrt(max(1, rows / cols)),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
 }
+
+
+def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
+    """The numbers of the elements of each matrix, in its shape."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
+    found = []
+    for whole in stacked:
+        turned = whole.T if options.get("transposed") else whole
+        groups = np.split(turned, options.get("split_groups", 1))
+        if isinstance(options.get("split_sizes"), int):
+            blocks = np.split(turned, options["split_sizes"])
+        elif options.get("split_sizes"):
+            edges = np.cumsum(options["split_sizes"])[:-1]
+            blocks = [np.concatenate(same) for same in zip(*(np.split(g, edges) for g in groups), strict=True)]
+        else:
+            blocks = [turned]
+        found += blocks
+    return found
 
 
 class DenseMuon:
@@ -90,7 +108,7 @@ class _Param:
         view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "transposed")}
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
-        self._elements = [torch.from_numpy(at.copy()) for at in matrices(Param(tuple(weight.shape), view))]
+        self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
         self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
         self._name, self._chooser, self._storage, self._wire = name, chooser, config, wire
         self._steps = 0

@@ -35,7 +35,7 @@ STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # with one process
 # Numbers of ranks -> layouts: meshes of 2 x 2 x 2 and 4 x 2; sizes that do not divide.
 ROWS = {
     8: ("hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp"),
-    3: [*LAYOUTS, *FSDP1_ROWS][1::3],  # in exact arithmetic all on 3: test_golden.py
+    3: [*LAYOUTS, *FSDP1_ROWS][1::3],  # all on 3: test_golden.py
     2: [*LAYOUTS, *FSDP1_ROWS][::2],
     4: [*LAYOUTS, *FSDP1_ROWS],
 }

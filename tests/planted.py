@@ -176,11 +176,6 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
     return plant
 
 
-def _each(change: Callable[[Tensor], object], tensors: Tensors) -> None:
-    for tensor in tensors:
-        change(tensor)
-
-
 def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
     """Every orthogonalizer wrong in itself: the live step and the audit's dense run call the same one."""
 
@@ -272,10 +267,8 @@ def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     """The norm restored for each half of the rows, as on shards."""
     if x.shape[1] < 2 * x.shape[2]:
         return _NORMUON(self, x, kept)
-    halves = [(part, k.clone()) for part, k in zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)]
-    out = torch.cat([_NORMUON(self, part, k) for part, k in halves], 1)
-    kept.copy_(torch.cat([k for _, k in halves], 1))
-    return out
+    halves = zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)
+    return torch.cat([_NORMUON(self, part, k) for part, k in halves], 1)
 
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
@@ -448,20 +441,20 @@ FAULTS = {
         says="the gradient alone",
     ),
     "momentum wrong on one rank": Fault(
-        _momentum(lambda fed, grads, buffers: _each(lambda b: b[..., 0].add_(1.0), buffers), rank=1),
+        _momentum(lambda fed, grads, buffers: [b[..., 0].add_(1.0) for b in buffers], rank=1),
         {"momentum_wrong"},
         ALL,
         exact=True,
     ),
     "momentum normalized in place": Fault(
-        _momentum(lambda fed, grads, buffers: _each(lambda b: b.div_(b.norm()), buffers)),
+        _momentum(lambda fed, grads, buffers: [b.div_(b.norm()) for b in buffers]),
         {"momentum_wrong"},
         ALL,
         layout="ddp",
         exact=True,
     ),
     "gradient written": Fault(
-        _momentum(lambda fed, grads, buffers: _each(lambda g: g.mul_(0.5), grads)),
+        _momentum(lambda fed, grads, buffers: [g.mul_(0.5) for g in grads]),
         {"gradient_written"},
         ALL,
         exact=True,

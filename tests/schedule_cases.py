@@ -44,14 +44,15 @@ def _print(name: str) -> None:
     """The rows of a schedule."""
     import torch
     from orthogonalize.test_gram import worst_error
-    from spectra import SPECTRA, exact_steps, polar_factor, spectrum
+    from spectra import SPECTRA, polar_factor, spectrum
+    from tolerances import steps_written_out
 
     from shardmuon.orthogonalize.gram import plan_restarts
     from shardmuon.orthogonalize.schedules import schedule
 
     new = schedule(name)
     low, high = new.band()
-    pairs = [(exact_steps(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
+    pairs = [(steps_written_out(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
     errors = tuple(float(f"{1.005 * float((y - polar).norm() / polar.norm()):.3g}") for y, polar in pairs)
     restarts = tuple(len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32))
     case = ScheduleCase((round(low, 2), round(high, 2)), round(new.slope), errors, restarts)  # type: ignore[arg-type]

@@ -40,25 +40,16 @@ def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
 
 
 def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
-    """gauss: normal entries. log: 1 .. 1e-3, evenly in the logarithm. power: 1/i. rank 16: a product of normals."""
+    """gauss: normal entries. log: 1 .. 1e-3, evenly in the logarithm. power: 1/i. rank r: a product of normals."""
     if kind == "gauss":
         return normal(rows, cols, dtype=torch.float64)
-    if kind == "rank 16":
-        return normal(rows, 16, dtype=torch.float64) @ normal(16, cols, seed=1, dtype=torch.float64)
+    if kind.startswith("rank"):
+        rank = int(kind.split()[1])
+        return normal(rows, rank, dtype=torch.float64) @ normal(rank, cols, seed=1, dtype=torch.float64)
     u, _ = torch.linalg.qr(normal(rows, rows, dtype=torch.float64))
     v, _ = torch.linalg.qr(normal(cols, rows, seed=1, dtype=torch.float64))
     index = torch.arange(rows, dtype=torch.float64)
     return (u * {"log": 10 ** (-3 * index / (rows - 1)), "power": 1 / (1 + index)}[kind]) @ v.T
-
-
-def exact_steps(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:  # (rows, cols), fp64
-    """Newton-Schulz in fp64 as the formula reads, on either orientation."""
-    y = x.double()
-    y = y / y.norm()
-    for a, b, c in coefficients:
-        gram = y @ y.T
-        y = a * y + (b * gram + c * gram @ gram) @ y
-    return y
 
 
 def polar_factor(x: Tensor) -> Tensor:  # (rows, cols), fp64

@@ -135,7 +135,7 @@ def _double(value: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ updates
 
 
-def _steps_written_out(
+def steps_written_out(
     matrix: Tensor,  # (rows, cols)
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
@@ -171,18 +171,12 @@ def orthogonalization_bound(
     if matrix is None:
         return 3 * len(coefficients) * math.prod(a for a, _, _ in coefficients) * unit
     low = torch.float32 if dtype == torch.float64 else dtype
-    exact, error = _steps_written_out(matrix, coefficients), 0.0
+    exact, error = steps_written_out(matrix, coefficients), 0.0
     for seed in range(2 if matrix.numel() > 10_000 else 8):  # small matrices vary more by chance, and are cheap
         nudges = torch.rand(matrix.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
-        found = _steps_written_out(_double(matrix) * (1 + roundoff(low) * nudges), coefficients, low)
+        found = steps_written_out(_double(matrix) * (1 + roundoff(low) * nudges), coefficients, low)
         error = max(error, 3 * float((found - exact).norm()) * unit / roundoff(low))
     return max(error, 3 * len(coefficients) * unit * float(exact.norm())) * (64 if gram else 1)
-
-
-def relative_bound(coefficients: Coefficients, dtype: torch.dtype, matrix: Tensor, *, gram: bool = False) -> float:
-    """`orthogonalization_bound` as a fraction of the norm of the exact result."""
-    result = float(_steps_written_out(matrix, coefficients).norm())
-    return orthogonalization_bound(coefficients, dtype, matrix, gram=gram) / result if result else 0.0
 
 
 def polar_bound(

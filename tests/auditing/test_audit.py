@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from planted import (
     step_of,
     updates,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from variant_cases import CASES, LATER
 
@@ -41,7 +41,8 @@ from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
+from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.variants.normuon import NorMuon
 
 # ------------------------------------------------------------------------------------------------- sound optimizers
@@ -50,28 +51,21 @@ ON_LAYOUTS = (None, "muon_eq+normuon", "normuon+hyperball", "muon_eq+hyperball",
 METHODS = ("auto", "standard", "gram")
 
 
-def sound(layout: str) -> AuditReport:
-    """The second step's report. Layouts take variants and methods in turn: what an audit reads of a layout does not
-    depend on the method."""
-    case, world, number = LAYOUTS[layout], dist.get_world_size(), list(LAYOUTS).index(layout)
-    generator = torch.Generator().manual_seed(0)
+def _next_step(optimizer: Muon) -> AuditReport:
+    """A step with other gradients: momentum goes another way than they."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad.sin_()
+    return step_of(optimizer)
 
-    def build() -> dict[str, Tensor]:
-        full = {name: torch.randn(case.shape, generator=generator) for name, case in PARAMS.items()}
-        return case.build(full, case.mesh(world))
 
-    params = parameters(build())
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "variant": ON_LAYOUTS[number % len(ON_LAYOUTS)]}
-    options |= {"method": METHODS[number % len(METHODS)]} | case.options(world)
-    optimizer = Muon(groups_of(params, PARAMS), **options)
+def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
+    """The second step's report."""
+    given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
-        optimizer.audits.num_audits = 1  # which matrices are taken
-        for step in (optimizer.step, lambda: step_of(optimizer)):
-            for name, grad in build().items():
-                params[name].grad = grad
-            report = step()
-    return report
+        found = compare_with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
+    assert found.bitwise and isinstance(found.about, AuditReport)
+    return found.about
 
 
 def _row(*values: Any, numeric: bool) -> Any:
@@ -90,20 +84,16 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
     ],
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
-    reports = get_pool(world).run(sound, layout)
+    """Layouts take variants and methods in turn: what an audit reads of a layout does not depend on the method."""
+    number = list(LAYOUTS).index(layout)
+    options = {"variant": ON_LAYOUTS[number % len(ON_LAYOUTS)], "method": METHODS[number % len(METHODS)]}
+    reports = get_pool(world).run(sound, layout, **options)
     for report in reports:
         assert report.ok, report
         assert len(report.matrices) >= 8
         assert {row.status for row in report.matrices} == {"ok"}
         assert max(row.difference / row.allowed for row in report.matrices) < 0.6  # 0 where live and dense round alike
         assert layout == "single" or report == reports[0]
-
-
-def sound_with(dtype: torch.dtype, options: dict[str, Any]) -> AuditReport:
-    job = Job("fsdp2", dtype, **options)
-    job.step(1)
-    job.gradients(2)
-    return step_of(job.optimizer)
 
 
 POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250)]
@@ -135,7 +125,7 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """What stages keep is fp32 also where weights, wire and products are fp64."""
-    for report in world2.run(sound_with, dtype, options):
+    for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok, report
         assert {row.status for row in report.matrices} == {"ok"}
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
@@ -221,26 +211,28 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 # ---------------------------------------------------------------------------------------------------- planted faults
 
 
-def _cases() -> Iterator[Any]:
-    """Every fault once in the default arithmetic, and once more in fp16 or in large matrices; some by torch's own
-    orthogonalizer, or in a first step; benchmarks/audit_sharpness.py takes all pairs.
-    """
-    for name, fault in FAULTS.items():
-        yield _row({}, None, False, (name,), numeric=not fault.exact)
-    inexact = tuple(name for name, fault in FAULTS.items() if not fault.exact)
-    for products, rows, names in (
-        ("fp32", 256, inexact[::4]),
-        ("bf16", 256, inexact[2::4]),
-        ("fp16", 32, inexact[1::4]),
-        ("fp16 gram", 32, inexact[3::4]),
-        ("torch", 32, ("Hyperball: other rule", *[name for name in inexact if not name.startswith("orthogon")][1::8])),
-    ):
-        yield pytest.param(PRODUCTS[products], rows, False, names, id=f"{products} {rows}")
-    of_stages = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-    yield pytest.param({}, None, True, of_stages, id="in a first step", marks=pytest.mark.numeric)
+INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
+BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
+OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
+# Every fault once in the default arithmetic, and once more in fp16 or in large matrices; some by torch's own
+# orthogonalizer, or in a first step; benchmarks/audit_sharpness.py takes all pairs.
+PLANTED = [
+    *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
+    *(
+        pytest.param(PRODUCTS[products], rows, False, names, id=f"{products} {rows}")
+        for products, rows, names in (
+            ("fp32", 256, INEXACT[::4]),
+            ("bf16", 256, INEXACT[2::4]),
+            ("fp16", 32, INEXACT[1::4]),
+            ("fp16 gram", 32, INEXACT[3::4]),
+            ("torch", 32, BY_TORCH),
+        )
+    ),
+    pytest.param({}, None, True, OF_STAGES, id="in a first step", marks=pytest.mark.numeric),
+]
 
 
-@pytest.mark.parametrize(("options", "rows", "first", "names"), [*_cases()])
+@pytest.mark.parametrize(("options", "rows", "first", "names"), PLANTED)
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
@@ -451,16 +443,19 @@ def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> No
     assert set().union(*taken) == set(range(count))
 
 
-def _optimizer(**options: Any) -> Muon:
-    return Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3, **options)
-
-
 @pytest.mark.parametrize(
     ("act", "error", "says"),
     [
-        (lambda: _optimizer(audit_every=0), ValueError, "audit_every=0 must be None or a whole number"),
-        (lambda: audit(_optimizer(), samples=0), ValueError, "samples=0 must be a whole number"),
-        (lambda: audit(_optimizer()).report, RuntimeError, r"call optimizer.step\(\)"),
+        (
+            lambda: audit(Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3), samples=0),
+            ValueError,
+            "samples=0 must be a whole number",
+        ),
+        (
+            lambda: audit(Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3)).report,
+            RuntimeError,
+            r"call optimizer.step\(\)",
+        ),
     ],
 )
 def test_options_without_a_meaning_and_reports_before_the_step_are_refused(

@@ -5,11 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from drawn import models
 from healthy_steps import SPECTRA, gradient
-from tolerances import KELLER, Coefficients, assert_rounded, orthogonalization_bound, roundoff
+from hypothesis import given, settings
+from simulated import cut
+from tolerances import (
+    KELLER,
+    Coefficients,
+    assert_rounded,
+    orthogonalization_bound,
+    roundoff,
+    steps_written_out,
+)
 from torch import Tensor
 
 from shardmuon.auditing.dense import _block_of, _part_of, sent_by
@@ -21,7 +32,7 @@ from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.orthogonalize.schedules import schedule as named
 from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.update import apply_
-from shardmuon.testing.layouts import PARAMS, cut_matrices
+from shardmuon.testing.layouts import cut_matrices
 
 SCHEDULES = {"keller": KELLER, "polar express": named("polar_express").triples}
 SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 64), (96, 384))
@@ -50,10 +61,7 @@ def test_the_reference_is_the_plain_iteration_at_any_scale(shape: tuple[int, int
     coefficients = SCHEDULES[schedule]
     for kind, scale in zip(SPECTRA, itertools.cycle((1.0, 1e-40, 1e-300, 1e150))):
         x = _drawn(kind, *shape)
-        plain = x / x.norm()
-        for a, b, c in coefficients:
-            gram = plain @ plain.T
-            plain = a * plain + (b * gram + c * gram @ gram) @ plain
+        plain = steps_written_out(x, coefficients)
         reference = Reference(scale * x, coefficients)
         bound = orthogonalization_bound(coefficients, torch.float64, x) + eigen_bound(shape, coefficients)
         assert float((result_of(reference) - plain).norm()) <= bound
@@ -93,65 +101,23 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     assert_rounded(recovered_update(before, after, s, scale, update), update, roundings=1, scale=sizes)
 
 
-def _shards(shape: tuple[int, ...], kind: str) -> tuple[tuple[Held, ...], ...]:
-    """Pieces of three ranks, of which one may store two; each begins at index 2 of its storage's last dim.
-
-    "ranges" are cut inside rows, as flat buffers are; "boxes" along the first dim, and one of them along the last as
-    well; "ranges of boxes" are ranges of the two halves of the last dim.
-    """
-    numel, zeros = math.prod(shape), (0,) * len(shape)
-    if kind == "ranges":
-        cuts = [0, numel // 3 + 1, numel // 2, numel]
-        pieces = [(Held(FlatRange(a, b), (2,)),) for a, b in itertools.pairwise(cuts)]
-        return (*pieces[:2], (*pieces[2], Held(FlatRange(*cuts[:2]), (2 + cuts[3] - cuts[2],))))
-    top, left = shape[0] // 3, shape[-1] // 2
-    if kind == "boxes":
-        low = (shape[0] - top, *shape[1:])
-        boxes = (
-            Box(zeros, (top, *shape[1:])),
-            Box((top, *zeros[1:]), (*low[:-1], left)),
-            Box((top, *zeros[1:-1], left), (*low[:-1], shape[-1] - left)),
-        )
-        return tuple((Held(box, (*zeros[:-1], 2)),) for box in boxes)
-    halves = Box(zeros, (*shape[:-1], left)), Box((*zeros[:-1], left), (*shape[:-1], shape[-1] - left))
-    cut = halves[1].numel // 2 + 1
-    return (
-        (Held(FlatRange(0, halves[0].numel, halves[0]), (2,)),),
-        (Held(FlatRange(0, cut, halves[1]), (2,)),),
-        (Held(FlatRange(cut, halves[1].numel, halves[1]), (2,)),),
-    )
-
-
-def _stored(full: Tensor, of_rank: tuple[Held, ...]) -> Tensor:
-    """A rank's storage of a tensor."""
-    parts = []
-    for piece, _ in of_rank:
-        box = piece if isinstance(piece, Box) else piece.box
-        part = full if box is None else full[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
-        parts.append(part if isinstance(piece, Box) else part.reshape(-1)[piece.start : piece.stop])
-    whole = torch.cat(parts, -1)
-    return torch.cat([whole.new_full((*whole.shape[:-1], 2), -1.0), whole], -1)
-
-
-@pytest.mark.parametrize("kind", ["ranges", "boxes", "ranges of boxes"])
-@pytest.mark.parametrize("name", PARAMS)
-def test_pieces_of_every_kind_come_together_to_the_matrix(name: str, kind: str) -> None:
+@settings(max_examples=20)
+@given(models())
+def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
     """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
-    case = PARAMS[name]
-    full = torch.arange(math.prod(case.shape), dtype=torch.float32).view(case.shape)
-    held = _shards(case.shape, kind)
-    layout = ParamLayout(matrix_view(case.shape, **case.options), (0, 1, 2), held)
-    storage = [_stored(full, of_rank) for of_rank in held]
-    for index, expected in enumerate(cut_matrices(case.view, full)):
-        sent = torch.full((expected.numel(),), math.nan)
-        for rank, (of_rank, stored) in enumerate(zip(held, storage, strict=True)):
-            alone, part = _part_of(layout.view, index, of_rank), sent_by(layout, index, rank)
-            there = torch.isin(expected.reshape(-1), stored).nonzero().flatten()
-            assert torch.equal(alone.select(stored), expected.reshape(-1)[alone.places])
-            assert torch.equal(alone.places.sort().values, there)
-            assert sent[part.places].isnan().all(), "each element is sent once"
-            sent[part.places] = part.select(stored)
-        assert torch.equal(sent.view(expected.shape), expected)
+    for layout, _ in model:
+        full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
+        storage = cut(layout, full)
+        for index, expected in enumerate(cut_matrices(layout.view, full)):
+            sent = torch.full((expected.numel(),), math.nan)
+            for rank, held in zip(layout.ranks, layout.held, strict=True):
+                alone, part = _part_of(layout.view, index, held), sent_by(layout, index, rank)
+                there = torch.isin(expected.reshape(-1), storage[rank]).nonzero().flatten()
+                assert torch.equal(alone.select(storage[rank]), expected.reshape(-1)[alone.places])
+                assert torch.equal(alone.places.sort().values, there)
+                assert sent[part.places].isnan().all(), "each element is sent once"
+                sent[part.places] = part.select(storage[rank])
+            assert torch.equal(sent.view(expected.shape), expected)
 
 
 BLOCKS = {

@@ -30,11 +30,12 @@ def blocks(language: str, path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_one_after_the_other(path: Path) -> None:
-    """The README's print the table of routing and the plan."""
+    """They print the text that follows them; the README's the table of routing and the plan."""
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        for block in blocks("python", path):
+        for block, shown in re.findall(r"(?s)```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text()):
             exec(compile(block, str(path), "exec"), namespace)
+            assert out.getvalue().strip().endswith(shown.strip())
     if path == ROOT / "README.md":
         assert "AdamW" in out.getvalue() and "most loaded rank" in out.getvalue()
 

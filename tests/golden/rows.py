@@ -31,11 +31,9 @@ from shardmuon.testing.layouts import LAYOUTS, parameters
 Digests = dict[str, str]
 
 
-def digest(value: object) -> str:
-    """Digest all bytes of a tensor's local storage, with its dtype and shape; of the text of anything else."""
-    if not isinstance(value, Tensor):
-        return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-    here = local_if_any(value).detach().contiguous()
+def digest(value: Tensor) -> str:
+    """Digest all bytes of a tensor, with its dtype and shape."""
+    here = value.contiguous()
     head = f"{here.dtype} {tuple(here.shape)}".encode()
     return hashlib.sha256(head + here.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
@@ -46,39 +44,24 @@ def drawn(name: str, purpose: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(PARAMS[name].shape, generator=generator).to(dtype)
 
 
-def groups_of(params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups that say how each reads as matrices."""
-    table: dict[str, dict[str, Any]] = {}
-    for name, param in params.items():
-        options = PARAMS[name].options
-        group = table.setdefault(repr(options), {"params": [], **options})
-        group["params"].append((name, param))
-    return list(table.values())
-
-
-def lacking(row: Row, step: int, names: list[str]) -> set[str]:
-    """Parameters that have no gradient in a step."""
-    every, first = MISSING[row.missing].get(step, (0, 0))
-    return set(names[first::every]) if every else set()
-
-
-def run(row: Row) -> Digests:
-    """The digests of this rank."""
-    kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], {}
+def run(row: Row) -> dict[str, Tensor]:
+    """All that steps change on this rank, after each of them, by the names of the file."""
+    kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], dict[str, Tensor]()
+    world = dist.get_world_size() if dist.is_initialized() else 1
     names = [name for name in PARAMS if name not in options.without]
     full = {name: drawn(name, -1, kind.weights) for name in names}
     as_given = torch.tensor if options.lr_tensor else float
     method: dict[str, Any] = {"method": "standard", "ns_dtype": kind.products}
 
     def make(params: Mapping[str, Tensor], given: Mapping[str, Any]) -> Muon:
-        arguments = {"lr": as_given(LRS[0]), **method, **given, **options.muon}
-        return Muon(groups_of(params), **arguments)
+        groups = [{"params": [(name, param)], **PARAMS[name].options} for name, param in params.items()]
+        return Muon(groups, **{"lr": as_given(LRS[0]), **method, **given, **options.muon})
 
     wrapped = Fsdp1Run(FSDP1, full, make) if row.layout == FSDP1 else None
     if wrapped is not None:
         optimizer = wrapped.optimizer
     else:
-        optimizer = make(parameters(placed(row.layout, full)), LAYOUTS[row.layout].options(dist.get_world_size()))
+        optimizer = make(parameters(placed(row.layout, full)), LAYOUTS[row.layout].options(world))
     params = {
         n: p for group in optimizer.param_groups for n, p in zip(group["param_names"], group["params"], strict=True)
     }
@@ -89,14 +72,13 @@ def run(row: Row) -> Digests:
         if wrapped is not None:
             wrapped.step(wrapped.gradients(grads))
         else:
-            without, cut = lacking(row, step, names), placed(row.layout, grads)
+            without, cut = names[MISSING[row.missing].get(step, slice(0))], placed(row.layout, grads)
             for name, param in params.items():
                 param.grad = None if name in without else cut[name]
             optimizer.step()
         for name, param in params.items():
-            found[f"step {step}/weight/{name}"] = digest(param)
-            for key, value in optimizer.state.get(param, {}).items():
-                found[f"step {step}/{key}/{name}"] = digest(value)
+            for key, value in {"weight": param, **optimizer.state.get(param, {})}.items():
+                found[f"step {step}/{key}/{name}"] = local_if_any(value).detach().clone()
     return found
 
 
@@ -108,7 +90,7 @@ def table_of(only: str) -> dict[str, Digests]:
         if only in row.name:
             torch.manual_seed(0)
             try:
-                found[row.name] = run(row)
+                found[row.name] = {key: digest(value) for key, value in run(row).items()}
             except Exception as error:
                 found[row.name] = {"refused": type(error).__name__}
     return found

@@ -13,7 +13,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,11 +130,11 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# step -> every how many-th parameter lacks its gradient then, counted from where
-MISSING: dict[str, Mapping[int, tuple[int, int]]] = {
+# step -> which parameters lack their gradients then
+MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
-    "some missing": {1: (2, 1), 2: (3, 0)},
-    "late": {0: (3, 1), 3: (2, 0)},
+    "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
+    "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)  # of the steps
 FSDP1 = "fsdp1"  # gets its gradients from a backward pass of its own, so none is missing
@@ -142,8 +142,7 @@ ALONE = ("ddp", "fsdp2")  # that differ from "single" on one rank
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # rows of each layout by world size
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One comparison: names of the tables above."""
 
     layout: str

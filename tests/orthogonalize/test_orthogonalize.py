@@ -7,19 +7,13 @@ import math
 
 import pytest
 import torch
-from spectra import exact_steps, normal, spectrum
-from tolerances import (
-    assert_near,
-    assert_same_orthogonalization,
-    relative_bound,
-)
+from spectra import normal, spectrum
+from tolerances import KELLER, Coefficients, assert_same_orthogonalization, steps_written_out
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon.orthogonalize import orthogonalize
 
-Coefficients = tuple[tuple[float, float, float], ...]
-KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8  # (15, -10, 3) / 8: the Taylor series, converges to 1
 MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))  # a triple of its own per step
 OTHER = (3.0, -3.2, 1.2)
@@ -93,7 +87,7 @@ def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkey
         y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     assert emulated.dtype == y.dtype
     near(emulated, y, x, "standard", dtype)
-    near(emulated, exact_steps(x, KELLER), x, "standard", dtype, exact=True)
+    near(emulated, steps_written_out(x, KELLER), x, "standard", dtype, exact=True)
 
 
 # ------------------------------------------------------------------------------------------------------- invariance
@@ -127,26 +121,10 @@ def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> 
 @pytest.mark.numeric
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("factor", [1e-36, 1e-30, 1e-12, 1e12, 1e30, 1e36])
-def test_scale_does_not_matter(factor: float, dtype: torch.dtype, method: str) -> None:
-    """The input itself is rounded anew, too: no more than what is multiplied is."""
-    x = _batch((6, 11), FP64, count=2)
-    products = FP32 if method == "gram" else dtype  # the Gram form is not for bf16
-    plain = orthogonalize(x.to(dtype), KELLER, method=method, dtype=products)
-    scaled = orthogonalize((x * factor).to(dtype), KELLER, method=method, dtype=products)
-    for matrix, a, b in zip(x, scaled, plain, strict=True):
-        if products == dtype:
-            near(a, b, matrix, method, dtype)
-        else:  # an input in bf16 is rounded no more than the standard form rounds its own
-            rounded = relative_bound(KELLER, dtype, matrix)
-            assert_near(a, b, 2 * rounded + 2 * relative_bound(KELLER, products, matrix, gram=True))
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("power", [-100, -50, 50, 100])
-def test_powers_of_two_change_no_bit(power: int, method: str) -> None:
-    x = _batch((6, 11), count=2)
+@pytest.mark.parametrize("power", [-110, -40, 40, 110])
+def test_powers_of_two_change_no_bit(power: int, dtype: torch.dtype, method: str) -> None:
+    """2 ** 110 is 1.3e33. Products of such numbers overflow or vanish in fp32."""
+    x = _batch((6, 11), dtype, count=2)
     assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
 
 
