@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_shape import CUDA, CudaShape, fake_ranks
-from mirrored import mirrored_lanes
 from test_qk_clip import Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +32,7 @@ def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
         Attention(str(i), HEADS, HEADS, (Rows(f"q{i}", (("q", DIM),)), Rows(f"k{i}", (("k", DIM),))))
         for i in range(LAYERS)
     ]
-    with CudaShape(mirror=world > 1, values=False) as mode, fake_ranks(world), mirrored_lanes():
+    with CudaShape(mirror=world > 1, values=False) as mode, fake_ranks(world):
         params = [(f"{name}{i}", nn.Parameter(_matrix(world))) for i in range(LAYERS) for name in "qk"]
         optimizer = Muon([{"params": params}], lr=1e-3)
         maxima = {layer.name: torch.empty(HEADS, device=CUDA) for layer in layers}
