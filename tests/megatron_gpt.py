@@ -218,8 +218,12 @@ class Cut:
         """Take the shard of this rank."""
         if self.num_parts == 1:
             return whole
-        blocks = [block.chunk(self.num_parts, self.dim) for block in whole.chunk(self.stride, self.dim)]
-        return torch.cat([block[self.group.rank()] for block in blocks], self.dim)
+        return tensor_parallel_part(whole, self.group.rank(), self.num_parts, self.dim, self.stride)
+
+
+def tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
+    """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
+    return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
 def drawn(shape: Sequence[int], seed: int) -> Tensor:

@@ -27,7 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron_gpt import drawn, import_megatron_fsdp
+from demo_script import load_example
+from megatron_gpt import drawn, import_megatron_fsdp, tensor_parallel_part
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,11 +47,6 @@ needs_package = pytest.mark.skipif(
 # ------------------------------------------------------------------------------------------------ as numbers alone
 
 
-def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
-    """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
-    return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
-
-
 @pytest.mark.parametrize(
     ("shape", "dim", "stride"), [((9, 4), 0, 1), ((12, 5), 0, 2), ((3, 6), 1, 1), ((7, 12), 1, 2), ((5, 4, 6), 2, 1)]
 )
@@ -59,7 +55,7 @@ def test_rows_of_a_part_are_what_slicing_it_gives(shape: tuple[int, ...], dim: i
     full = torch.arange(float(math.prod(shape))).view(shape)
     for num_parts in (1, 3):
         for part in range(num_parts):
-            kept = _tensor_parallel_part(full, part, num_parts, dim, stride)
+            kept = tensor_parallel_part(full, part, num_parts, dim, stride)
             for start, stop in itertools.combinations_with_replacement(range(len(kept) + 1), 2):
                 rows, found = kept[start:stop], torch.full((stop - start, *kept.shape[1:]), torch.nan)
                 held, stored = rows_of_part(shape, Cut(dim, stride), part, num_parts, range(start, stop))
@@ -244,7 +240,7 @@ class Job:
     def part(self, full: Tensor, name: str) -> Tensor:
         """This rank's tensor-parallel part of a whole tensor."""
         cut = self.cuts.get(name)
-        return full if cut is None else _tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
+        return full if cut is None else tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
 
     def stored(self, full: Tensor, name: str) -> Tensor:
         """What this rank stores of a whole tensor: of its tensor-parallel part what the package says."""
@@ -444,8 +440,6 @@ def test_one_group_for_all_and_parameters_from_before_wrapping_are_refused(world
 
 # ------------------------------------------------------------------------------------------------------ the example
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_fsdp_training.py"
-
 
 def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
     """`all_gather` of unequal sizes, which NCCL has and gloo lacks."""
@@ -457,12 +451,9 @@ def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
 
 def _example(hybrid: str) -> bool:
     with _megatron(), mock.patch.object(dist, "all_gather", _all_gather):
-        spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_example("megatron_fsdp_training")
         said = io.StringIO()
-        started = mock.patch.object(sys, "argv", [str(EXAMPLE)]), mock.patch.object(torch.cuda, "is_available", bool)
+        started = mock.patch.object(sys, "argv", [module.__file__]), mock.patch.object(torch.cuda, "is_available", bool)
         with started[0], started[1], contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="2"):
             module.main()
         assert "run this where every rank has a GPU" in said.getvalue()

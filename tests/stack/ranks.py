@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import socket
-import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from demo_script import load_example
 
 from shardmuon.testing import RankPool
 from shardmuon.testing.pool import preload
 
-ROOT = Path(__file__).parents[2]
 AUDITED = 2  # the step, counted from 1; each example trains more steps, also after it has resumed
 
 preload("stack_preload")
@@ -84,15 +81,11 @@ def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -
     if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":  # DeepSpeed is always launched
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[key]
-    spec = importlib.util.spec_from_file_location(example, ROOT / "examples" / f"{example}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[example] = module
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if prepare:
             globals()[prepare]()
-        spec.loader.exec_module(module)
+        module = load_example(example)
         seen, kind = _watching(), arguments.pop("kind", {})
         model = module.train(**arguments, **(module.options(**kind) if kind else {}))
     seen.heard = [str(item.message) for item in caught]
