@@ -43,24 +43,32 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 # ------------------------------------------------------------------------------------------- the same update
 
 
-def _trained(strategy: str, before: bool) -> tuple[list[str], bool]:
-    net = tied()
-    model = net if before else wrapped(net, strategy)
+def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str], bool]:
+    net, steps = tied(), 1 if how else 3  # on a CPU an offloading FSDP1 adds a second gradient to the first one
+    model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
-    model = wrapped(net, strategy) if before else model
-    train(model, optimizer, range(3))
+    model = wrapped(net, strategy, **how) if before else model
+    with (  # these two need an accelerator
+        mock.patch.object(Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
+    ):
+        train(model, optimizer, range(steps))
     routed, plain = (str(param_groups(each, lr=1e-3)) for each in (model, tied()))
-    return unlike(whole_weights(model), alone(3)), routed == plain
+    return unlike(whole_weights(model), alone(steps)), routed == plain
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy", "before"),  # on four ranks replicas of shards share the work
-    [*((2, strategy, at % 2 == 0) for at, strategy in enumerate(STRATEGIES)), (4, "HYBRID_SHARD", False)],
+    ("world", "strategy", "before", "how"),  # on four ranks replicas of shards share the work
+    [
+        *((2, strategy, at % 2 == 0, {}) for at, strategy in enumerate(STRATEGIES)),
+        (2, "FULL_SHARD", False, {"cpu_offload": CPUOffload(offload_params=True)}),
+        (4, "HYBRID_SHARD", False, {}),
+    ],
 )
-def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool) -> None:
+def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
     """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is. The optimizer is
     made before or after wrapping."""
-    assert get_pool(world).run(_trained, strategy, before) == [([], True)] * world
+    assert get_pool(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
 def _mixed() -> list[str]:
@@ -272,7 +280,7 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
     assert world4.run(_loaded_by, str(tmp_path)) == [[]] * 4
 
 
-# --------------------------------------------------------------------------------- clipping, audits, offload
+# --------------------------------------------------------------------------------- clipping, audits
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
@@ -319,20 +327,6 @@ def _audited(factor: float) -> None:
 def test_an_audit_names_a_planted_fault_and_none_in_a_sound_step(world2: RankPool) -> None:
     world2.run(_audited, 1)
     assert_refused(world2, "layers.", _audited, 2, kind="AuditError")
-
-
-def _offloaded() -> list[str]:
-    model, optimizer = job(cpu_offload=CPUOffload(offload_params=True))
-    with (  # these two need an accelerator
-        mock.patch.object(Tensor, "pin_memory", lambda self: self),
-        mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
-    ):
-        train(model, optimizer, range(1))  # on a CPU FSDP1 adds a second gradient to the first one
-        return unlike(whole_weights(model), alone(1))
-
-
-def test_offloaded_parameters_step(world2: RankPool) -> None:
-    assert world2.run(_offloaded) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
