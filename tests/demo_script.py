@@ -1,15 +1,22 @@
-"""`examples/train.py` as a module of tests: its folder is on no path, where its neighbours would hide libraries."""
+"""Scripts of examples/ as modules of tests: their folder is on no path, where its neighbours would hide libraries."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
-_PATH = Path(__file__).resolve().parents[1] / "examples" / "train.py"
-_spec = importlib.util.spec_from_file_location("train", _PATH)
-assert _spec is not None
-assert _spec.loader is not None
-train = importlib.util.module_from_spec(_spec)
-sys.modules["train"] = train  # functions and dataclasses of it travel to ranks by this name
-_spec.loader.exec_module(train)
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def load_example(name: str) -> Any:
+    """Run a script as a module of this name, by which its functions and dataclasses travel to ranks."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train = load_example("train")

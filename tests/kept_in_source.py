@@ -24,22 +24,19 @@ def _called(node: ast.AST | None) -> str:
 
 def kept_by(tree: ast.Module) -> Iterator[str]:
     """Names of a module that outlive a call: containers that are filled, caches, and what `global` rebinds."""
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    for node in [*tree.body, *(inner for found in classes for inner in found.body)]:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            literal = isinstance(node.value, ast.Dict | ast.List) and not _filled(node.value)
-            if literal or (isinstance(node.value, ast.Call) and _called(node.value) in _CONTAINERS | _WEAK):
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                yield _called(target)
+    for node in [
+        *tree.body,
+        *(inner for found in tree.body if isinstance(found, ast.ClassDef) for inner in found.body),
+    ]:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            is_empty = node.value is not None and ast.unparse(node.value) in ("{}", "[]")
+            if is_empty or (isinstance(node.value, ast.Call) and _called(node.value) in _CONTAINERS | _WEAK):
+                yield _called(node.targets[0] if isinstance(node, ast.Assign) else node.target)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any(_called(d) in {"cache", "lru_cache"} for d in node.decorator_list):
             yield node.name
         if isinstance(node, ast.Global):
             yield from node.names
-
-
-def _filled(node: ast.Dict | ast.List) -> bool:
-    return bool(node.keys if isinstance(node, ast.Dict) else node.elts)
 
 
 def kept_in_source() -> set[str]:

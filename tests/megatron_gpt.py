@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_job import as_it_is
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 
@@ -32,10 +33,6 @@ def needs_megatron(test: Any) -> Any:
     return pytest.mark.framework(missing(test))
 
 
-def _not_compiled(function: Any = None, **options: Any) -> Any:
-    return (lambda same: same) if function is None else function
-
-
 @lru_cache
 def import_megatron() -> None:
     """Nothing is compiled where it is imported (the compiler alone takes seconds to load), and what has been imported
@@ -45,8 +42,6 @@ def import_megatron() -> None:
         importlib.import_module("megatron.core.parallel_state")
         importlib.import_module("megatron.core.models.gpt")
         importlib.import_module("megatron.core.tensor_parallel")
-    gc.collect()
-    gc.freeze()
 
 
 @lru_cache
@@ -57,13 +52,11 @@ def import_megatron_fsdp() -> None:
             sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import
             importlib.import_module("megatron_fsdp")
             del sys.modules["megatron.core"]
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager
 def _quiet_import() -> Iterator[None]:
-    with cuda_on_cpu(), mock.patch.object(torch, "compile", _not_compiled), warnings.catch_warnings():
+    with cuda_on_cpu(), mock.patch.object(torch, "compile", as_it_is), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         level = logging.root.manager.disable
         logging.disable(logging.WARNING)
@@ -71,6 +64,8 @@ def _quiet_import() -> Iterator[None]:
             yield
         finally:
             logging.disable(level)
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -223,8 +218,12 @@ class Cut:
         """Take the shard of this rank."""
         if self.num_parts == 1:
             return whole
-        blocks = [block.chunk(self.num_parts, self.dim) for block in whole.chunk(self.stride, self.dim)]
-        return torch.cat([block[self.group.rank()] for block in blocks], self.dim)
+        return tensor_parallel_part(whole, self.group.rank(), self.num_parts, self.dim, self.stride)
+
+
+def tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
+    """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
+    return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
 def drawn(shape: Sequence[int], seed: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_job import Case
 from every_layout import digests_of
 from planned_jobs import DENSE, same_as_live
 from published import decoder
@@ -39,28 +40,14 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 # --------------------------------------------------------------------------------------------------------------- ZeRO
 
 
-class _Given(nn.Module):
-    """A model's parameters, and a loss whose gradients are ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for name, p in model.named_parameters():
-            self.register_parameter(name.replace(".", "_"), p)
-
-    def forward(self) -> Tensor:
-        return torch.stack([p.float().sum() for p in self.parameters()]).sum()
-
-
 def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dict[str, Any]:
     model: Any = build(config, "cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)
-    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": number}}
-    if weights == torch.bfloat16:
-        settings["bf16"] = {"enabled": True}
-    given = _Given(model)
-    engine = initialize(given, optimizer, settings)
+    model.forward = lambda: torch.stack([p.float().sum() for p in model.parameters()]).sum()  # gradients are ones
+    case = Case(number, dtype="bf16" if weights == torch.bfloat16 else "fp32")
+    engine = initialize(model, optimizer, case.written())
     for _ in range(2):
         engine.backward(engine())
         before = optimizer.traffic.since(Traffic())
@@ -72,7 +59,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
         "traffic": optimizer.traffic.since(before),
         "digests": [digest for plan in optimizer.plans for digest in digests_of(plan).values()],
         "bytes": {
-            "weights": nbytes(given.parameters()),
+            "weights": nbytes(model.parameters()),
             "masters": nbytes(inner.single_partition_of_fp32_groups),
             "moments": 2 * second,
             "momentum": nbytes(s["exp_avg"] for s in optimizer.state.values()) - second,

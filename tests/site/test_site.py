@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -24,7 +25,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 ROOT = Path(__file__).parent.parent.parent
 SITE = ROOT / "build" / "site"
 PLAN = ROOT / "docs" / "img" / "plan.html"  # opened without a server, so that what it fetched would fail
-SCREENSHOTS = ROOT / "build" / "screenshots"  # for people to look at
 PAGES = sorted(str(path.parent.relative_to(SITE)) for path in SITE.glob("**/index.html") if "adr" not in path.parts)
 
 
@@ -57,23 +57,23 @@ def page(browser: Browser) -> Iterator[Page]:
     page.close()
 
 
-def _shoot(page: Page, name: str, **how: bool) -> None:
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png", **how)  # type: ignore[arg-type]
+def listen(page: Page) -> list[str]:
+    """Every address that a page will ask for, and what its scripts raise."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: asked.append(f"error: {error}"))
+    return asked
 
 
 @pytest.mark.parametrize("where", PAGES)
 def test_a_page_loads_all_that_it_names_and_nothing_from_elsewhere(page: Page, address: str, where: str) -> None:
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda request: wrong.append(request.url))
-    page.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
-    page.on(
-        "request", lambda request: None if request.url.startswith((address, "data:")) else wrong.append(request.url)
-    )
+    asked = listen(page)
+    failed: list[str] = []
+    page.on("requestfailed", lambda request: failed.append(request.url))
+    page.on("response", lambda response: failed.append(response.url) if response.status >= 400 else None)
     page.goto(f"{address}/{where}/", wait_until="networkidle")
     assert page.locator("article h1").count() == 1
-    assert not wrong
+    assert failed + [each for each in asked if not each.startswith((address, "data:"))] == []
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     text = page.evaluate(
         "() => { const a = document.querySelector('article').cloneNode(true);"
@@ -107,14 +107,11 @@ def test_navigation_leads_to_every_page(page: Page, address: str) -> None:
     expect(page.locator("article h1")).to_contain_text("Options")
 
 
-@pytest.mark.parametrize("where", PAGES)
-def test_on_a_phone_no_page_is_wider_than_the_screen(browser: Browser, address: str, where: str) -> None:
-    page = browser.new_page(viewport={"width": 390, "height": 844}, device_scale_factor=2)
-    page.goto(f"{address}/{where}/")
+@pytest.mark.parametrize("where", [*PAGES, PLAN.as_uri()])
+def test_on_a_phone_no_page_is_wider_than_the_screen(page: Page, address: str, where: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(where if where == PLAN.as_uri() else f"{address}/{where}/")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    if where in (".", "options", "api"):
-        _shoot(page, f"phone-{where.strip('.') or 'index'}")
-    page.close()
 
 
 def test_the_api_page_documents_every_public_name(page: Page, address: str) -> None:
@@ -125,31 +122,16 @@ def test_the_api_page_documents_every_public_name(page: Page, address: str) -> N
     assert not missing
     for part in ("Parameters", "Raises", "Returns"):
         assert part in text
-    _shoot(page, "api")
 
 
 # ------------------------------------------------------------------- the page of `shardmuon plan --html`, a file
 
 
-def open_page(browser: Browser, scheme: str, width: int = 1280) -> tuple[Page, list[str]]:
-    """The page, and every address that it asked for."""
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: asked.append(f"error: {error}"))
+def test_the_page_of_a_plan_needs_nothing_but_itself_says_what_a_step_takes_and_draws_it(page: Page) -> None:
+    asked = listen(page)
     page.goto(PLAN.as_uri())
-    return page, asked
-
-
-def test_the_page_of_a_plan_needs_nothing_but_itself(browser: Browser) -> None:
-    page, asked = open_page(browser, "light")
     assert [url for url in asked if not url.startswith("data:")] == [PLAN.as_uri()]
     assert page.locator("script, iframe, img, link[rel=stylesheet]").count() == 0
-    page.close()
-
-
-def test_the_page_of_a_plan_says_what_a_step_takes_and_draws_it(browser: Browser) -> None:
-    page, _ = open_page(browser, "light")
     assert re.fullmatch(r"[\d.,]+ \.\. [\d.,]+ (s|ms|us)", page.locator("#step").inner_text())
     for title in ("Plan", "Answers", "Ranks", "Assumptions"):
         assert page.get_by_role("heading", name=title, exact=True).count() == 1
@@ -161,24 +143,16 @@ def test_the_page_of_a_plan_says_what_a_step_takes_and_draws_it(browser: Browser
         assert drawn is not None and box is not None
         assert drawn["x"] <= box["x"] and box["x"] + box["width"] <= drawn["x"] + drawn["width"]
         assert box["width"] > 0 and box["height"] > 0
-    page.close()
 
 
 @pytest.mark.parametrize("scheme", ("light", "dark"))
-def test_the_page_of_a_plan_is_readable_in_either_scheme(browser: Browser, scheme: str) -> None:
-    page, _ = open_page(browser, scheme)
+def test_the_page_of_a_plan_is_readable_in_either_scheme(page: Page, scheme: Literal["light", "dark"]) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.goto(PLAN.as_uri())
     colours = page.evaluate("() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }")
     text, paper = (_luminance(colour) for colour in colours)
     assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0  # WCAG's stricter contrast
     assert (paper > text) == (scheme == "light")
-    _shoot(page, f"plan_{scheme}", full_page=True)
-    page.close()
-
-
-def test_a_phone_scrolls_a_plans_tables_not_its_page(browser: Browser) -> None:
-    page, _ = open_page(browser, "light", width=390)
-    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-    page.close()
 
 
 def _luminance(colour: str) -> float:

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import socket
-import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from demo_script import load_example
 
 from shardmuon.testing import RankPool
 from shardmuon.testing.pool import preload
 
-ROOT = Path(__file__).parents[2]
 AUDITED = 2  # the step, counted from 1; each example trains more steps, also after it has resumed
 
 preload("stack_preload")
@@ -34,29 +30,22 @@ class Seen:
     """One rank's findings.
 
     Attributes:
-        owners: Parameter -> the ranks that orthogonalize its matrices.
-        routes: Of all matrices in the plan.
-        matrices: Of the whole job, by the plan.
-        mine: Of this rank, by the plan.
+        owners: Parameter -> the ranks that orthogonalize its matrices, each once, by the plan.
+        mine: Matrices of this rank, by the plan.
         runs: Matrices that this rank orthogonalized, step by step.
         findings: Of the audit, as text.
         compared: Matrices that the audit compared with the dense reference.
-        muon, adamw: Names of the parameters in the optimizer's groups.
-        groups: Options of each group.
+        muon: Names of the parameters in the optimizer's groups of Muon.
         weights: Parameter -> digest of its whole values after the last step.
         heard: Every warning's text.
     """
 
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    routes: set[str] = field(default_factory=set)
-    matrices: int = 0
     mine: int = 0
     runs: list[int] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     compared: int = 0
     muon: list[str] = field(default_factory=list)
-    adamw: list[str] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     heard: list[str] = field(default_factory=list)
 
@@ -92,18 +81,13 @@ def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -
     if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":  # DeepSpeed is always launched
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[key]
-    spec = importlib.util.spec_from_file_location(example, ROOT / "examples" / f"{example}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[example] = module
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if prepare:
             globals()[prepare]()
-        spec.loader.exec_module(module)
-        with _watching() as seen:
-            kind = arguments.pop("kind", {})
-            model = module.train(**arguments, **(module.options(**kind) if kind else {}))
+        module = load_example(example)
+        seen, kind = _watching(), arguments.pop("kind", {})
+        model = module.train(**arguments, **(module.options(**kind) if kind else {}))
     seen.heard = [str(item.message) for item in caught]
     for name, param in model.named_parameters():
         whole = param.full_tensor() if hasattr(param, "full_tensor") else param
@@ -144,8 +128,7 @@ def force_fsdp2() -> None:
     AcceleratorState.__init__ = make
 
 
-@contextlib.contextmanager
-def _watching() -> Iterator[Seen]:
+def _watching() -> Seen:
     """Look at every step of Muon in this process, whoever calls it."""
     import torch.optim.optimizer as hooks
 
@@ -174,29 +157,18 @@ def _watching() -> Iterator[Seen]:
                 seen.findings = [str(finding) for finding in report.findings]
                 seen.compared = sum(row.compared for row in report.matrices)
 
-    start = hooks.register_optimizer_step_pre_hook(on_start)
-    end = hooks.register_optimizer_step_post_hook(on_end)
-    try:
-        yield seen
-    finally:
-        start.remove()
-        end.remove()
+    hooks.register_optimizer_step_pre_hook(on_start)  # for good: the process ends with its example
+    hooks.register_optimizer_step_post_hook(on_end)
+    return seen
 
 
 def _look(optimizer: Any, seen: Seen) -> None:
     if len(seen.runs) > 1:
         return
-    rank = int(os.environ.get("RANK", 0))
     for group in optimizer.param_groups:
-        (seen.muon if group["use_muon"] else seen.adamw).extend(group.get("param_names", ()))
-        seen.groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        for key in ("process_group", "tp_group"):
-            seen.groups[-1].pop(key, None)
+        seen.muon.extend(group.get("param_names", ()) if group["use_muon"] else ())
     for plan in optimizer.plans:
-        for bucket in plan.buckets:
-            seen.routes.add(bucket.route)
         for item in plan.items:
             name = plan.specs[item.param].name
             seen.owners[name] = (*seen.owners.get(name, ()), *item.owners)
-            seen.matrices += 1
-            seen.mine += rank in item.owners
+            seen.mine += int(os.environ.get("RANK", 0)) in item.owners

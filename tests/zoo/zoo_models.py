@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,54 +30,40 @@ _ENCODER: dict[str, Any] = {
 _IMAGE: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 8, "num_labels": 10}
 
 
-def _hf(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import transformers
+def _hf(name: str, config: str, **options: Any) -> Any:
+    import transformers
 
-        # eager: attention and experts in plain torch, as they stand in the model's file
-        made = getattr(transformers, config)(**options, attn_implementation="eager", experts_implementation="eager")
-        model: nn.Module = getattr(transformers, name)(made)
-        return model
-
-    return build
+    # eager: attention and experts in plain torch, as they stand in the model's file
+    made = getattr(transformers, config)(**options, attn_implementation="eager", experts_implementation="eager")
+    return getattr(transformers, name)(made)
 
 
-def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import timm
+def _timm(name: str, **options: Any) -> Any:
+    import timm
 
-        model: nn.Module = timm.create_model(name, **options)
-        return model
-
-    return build
+    return timm.create_model(name, **options)
 
 
-def _torchvision(make: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import torchvision
+def _torchvision(make: Callable[[Any], nn.Module]) -> nn.Module:
+    import torchvision
 
-        return make(torchvision.models)
-
-    return build
+    return make(torchvision.models)
 
 
-def _peft(kind: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import peft
+def _peft(kind: str, **options: Any) -> Any:
+    import peft
 
-        model: nn.Module = peft.get_peft_model(MODELS["Llama"](), getattr(peft, kind)(**options))
-        return model
-
-    return build
+    return peft.get_peft_model(MODELS["Llama"](), getattr(peft, kind)(**options))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "Llama": _hf("LlamaForCausalLM", "LlamaConfig", **_LM),
-    "Llama, tied": _hf("LlamaForCausalLM", "LlamaConfig", **_LM, tie_word_embeddings=True),
-    "Qwen3": _hf("Qwen3ForCausalLM", "Qwen3Config", **_LM, head_dim=16),
-    "Gemma3": _hf("Gemma3ForCausalLM", "Gemma3TextConfig", **_LM, head_dim=16),
-    "Mistral": _hf("MistralForCausalLM", "MistralConfig", **_LM, head_dim=16),
-    "GPT-2": _hf(
+    "Llama": partial(_hf, "LlamaForCausalLM", "LlamaConfig", **_LM),
+    "Llama, tied": partial(_hf, "LlamaForCausalLM", "LlamaConfig", **_LM, tie_word_embeddings=True),
+    "Qwen3": partial(_hf, "Qwen3ForCausalLM", "Qwen3Config", **_LM, head_dim=16),
+    "Gemma3": partial(_hf, "Gemma3ForCausalLM", "Gemma3TextConfig", **_LM, head_dim=16),
+    "Mistral": partial(_hf, "MistralForCausalLM", "MistralConfig", **_LM, head_dim=16),
+    "GPT-2": partial(
+        _hf,
         "GPT2LMHeadModel",
         "GPT2Config",
         vocab_size=320,
@@ -87,12 +74,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
-    "GPT-NeoX": _hf(
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", **{k: v for k, v in _LM.items() if k != "num_key_value_heads"}
+    "GPT-NeoX": partial(
+        _hf, "GPTNeoXForCausalLM", "GPTNeoXConfig", **{k: v for k, v in _LM.items() if k != "num_key_value_heads"}
     ),
-    "Phi-3": _hf("Phi3ForCausalLM", "Phi3Config", **_LM),
-    "BERT": _hf("BertForMaskedLM", "BertConfig", vocab_size=320, **_ENCODER),
-    "T5": _hf(
+    "Phi-3": partial(_hf, "Phi3ForCausalLM", "Phi3Config", **_LM),
+    "BERT": partial(_hf, "BertForMaskedLM", "BertConfig", vocab_size=320, **_ENCODER),
+    "T5": partial(
+        _hf,
         "T5ForConditionalGeneration",
         "T5Config",
         vocab_size=320,
@@ -103,7 +91,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         num_heads=4,
         decoder_start_token_id=0,
     ),
-    "Whisper": _hf(
+    "Whisper": partial(
+        _hf,
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         vocab_size=320,
@@ -122,14 +111,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         eos_token_id=2,
         decoder_start_token_id=1,
     ),
-    "ViT": _hf("ViTForImageClassification", "ViTConfig", **_IMAGE),
-    "ViT, timm": _timm("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32),
-    "ViT, torchvision": _torchvision(
+    "ViT": partial(_hf, "ViTForImageClassification", "ViTConfig", **_IMAGE),
+    "ViT, timm": partial(_timm, "vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32),
+    "ViT, torchvision": partial(
+        _torchvision,
         lambda models: models.VisionTransformer(
             image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=96, num_classes=10
-        )
+        ),
     ),
-    "Swin": _hf(
+    "Swin": partial(
+        _hf,
         "SwinForImageClassification",
         "SwinConfig",
         image_size=32,
@@ -140,17 +131,25 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         window_size=4,
         num_labels=10,
     ),
-    "Swin, timm": _timm(
-        "swin_tiny_patch4_window7_224", depths=(2, 2), num_heads=(2, 4), embed_dim=24, num_classes=10, img_size=56
+    "Swin, timm": partial(
+        _timm,
+        "swin_tiny_patch4_window7_224",
+        depths=(2, 2),
+        num_heads=(2, 4),
+        embed_dim=24,
+        num_classes=10,
+        img_size=56,
     ),
-    "Swin, torchvision": _torchvision(
+    "Swin, torchvision": partial(
+        _torchvision,
         lambda models: models.SwinTransformer(
             patch_size=[4, 4], embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], num_classes=10
-        )
+        ),
     ),
-    "BEiT": _hf("BeitForImageClassification", "BeitConfig", **_IMAGE, use_relative_position_bias=True),
-    "BEiT, timm": _timm("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=4, num_classes=10),
-    "CLIP": _hf(
+    "BEiT": partial(_hf, "BeitForImageClassification", "BeitConfig", **_IMAGE, use_relative_position_bias=True),
+    "BEiT, timm": partial(_timm, "beit_base_patch16_224", depth=2, embed_dim=48, num_heads=4, num_classes=10),
+    "CLIP": partial(
+        _hf,
         "CLIPModel",
         "CLIPConfig",
         text_config={
@@ -163,10 +162,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         vision_config={**_ENCODER, "image_size": 32, "patch_size": 8},
         projection_dim=32,
     ),
-    "Qwen2-MoE": _hf("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_LM, **_MOE, shared_expert_intermediate_size=80),
-    "Qwen3-MoE": _hf("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_LM, **_MOE, head_dim=16),
-    "Mixtral": _hf("MixtralForCausalLM", "MixtralConfig", **_LM, num_local_experts=4),
-    "DeepSeek-V3": _hf(
+    "Qwen2-MoE": partial(
+        _hf, "Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_LM, **_MOE, shared_expert_intermediate_size=80
+    ),
+    "Qwen3-MoE": partial(_hf, "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_LM, **_MOE, head_dim=16),
+    "Mixtral": partial(_hf, "MixtralForCausalLM", "MixtralConfig", **_LM, num_local_experts=4),
+    "DeepSeek-V3": partial(
+        _hf,
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         **{**_LM, "num_key_value_heads": 4},
@@ -183,8 +185,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         n_group=2,
         topk_group=1,
     ),
-    "gpt-oss": _hf("GptOssForCausalLM", "GptOssConfig", **_LM, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
-    "Qwen3-Next": _hf(
+    "gpt-oss": partial(
+        _hf, "GptOssForCausalLM", "GptOssConfig", **_LM, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "Qwen3-Next": partial(
+        _hf,
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
         **_LM,
@@ -197,8 +202,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         linear_value_head_dim=12,
         layer_types=["linear_attention", "full_attention"],
     ),
-    "Mamba": _hf("MambaForCausalLM", "MambaConfig", vocab_size=320, hidden_size=64, num_hidden_layers=2, state_size=8),
-    "Mamba-2": _hf(
+    "Mamba": partial(
+        _hf, "MambaForCausalLM", "MambaConfig", vocab_size=320, hidden_size=64, num_hidden_layers=2, state_size=8
+    ),
+    "Mamba-2": partial(
+        _hf,
         "Mamba2ForCausalLM",
         "Mamba2Config",
         vocab_size=320,
@@ -209,26 +217,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         head_dim=16,
         n_groups=2,
     ),
-    "ResNet": _torchvision(lambda models: models.resnet18(num_classes=10)),
-    "ResNet, timm": _timm("resnet18", num_classes=10),
-    "ConvNeXt": _torchvision(
+    "ResNet": partial(_torchvision, lambda models: models.resnet18(num_classes=10)),
+    "ResNet, timm": partial(_timm, "resnet18", num_classes=10),
+    "ConvNeXt": partial(
+        _torchvision,
         lambda models: models.ConvNeXt(
             [models.convnext.CNBlockConfig(16, 32, 2), models.convnext.CNBlockConfig(32, None, 2)], num_classes=10
-        )
+        ),
     ),
-    "ConvNeXt, timm": _timm("convnext_atto", depths=(2, 2, 1, 1), num_classes=10),
-    "LoRA": _peft("LoraConfig", r=4, target_modules=["q_proj", "v_proj"]),
-    "LoRA of an embedding": _peft("LoraConfig", r=4, target_modules=["embed_tokens", "q_proj"]),
-    "DoRA": _peft("LoraConfig", r=4, target_modules=["q_proj"], use_dora=True),
-    "OFT": _peft("OFTConfig", oft_block_size=8, target_modules=["q_proj"]),
+    "ConvNeXt, timm": partial(_timm, "convnext_atto", depths=(2, 2, 1, 1), num_classes=10),
+    "LoRA": partial(_peft, "LoraConfig", r=4, target_modules=["q_proj", "v_proj"]),
+    "LoRA of an embedding": partial(_peft, "LoraConfig", r=4, target_modules=["embed_tokens", "q_proj"]),
+    "DoRA": partial(_peft, "LoraConfig", r=4, target_modules=["q_proj"], use_dora=True),
+    "OFT": partial(_peft, "OFTConfig", oft_block_size=8, target_modules=["q_proj"]),
 }
 
 CLASSIFIERS: dict[str, Callable[[int], nn.Module]] = {
     "BERT": lambda labels: _hf(
         "BertForSequenceClassification", "BertConfig", vocab_size=320, **_ENCODER, num_labels=labels
-    )(),
-    "Llama": lambda labels: _hf("LlamaForSequenceClassification", "LlamaConfig", **_LM, num_labels=labels)(),
-    "ViT": lambda labels: _hf("ViTForImageClassification", "ViTConfig", **{**_IMAGE, "num_labels": labels})(),
-    "ViT, timm": lambda labels: _timm("vit_tiny_patch16_224", depth=2, num_classes=labels, img_size=32)(),
-    "ResNet": lambda labels: _torchvision(lambda models: models.resnet18(num_classes=labels))(),
+    ),
+    "Llama": lambda labels: _hf("LlamaForSequenceClassification", "LlamaConfig", **_LM, num_labels=labels),
+    "ViT": lambda labels: _hf("ViTForImageClassification", "ViTConfig", **{**_IMAGE, "num_labels": labels}),
+    "ViT, timm": lambda labels: _timm("vit_tiny_patch16_224", depth=2, num_classes=labels, img_size=32),
+    "ResNet": lambda labels: _torchvision(lambda models: models.resnet18(num_classes=labels)),
 }
