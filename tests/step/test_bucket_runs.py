@@ -20,6 +20,7 @@ from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import MatrixView, matrix_view, row_major
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
+from shardmuon.plan.machines import MACHINES
 from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
@@ -35,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype,
     "cautious": ({"variant": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
 }
 POLICIES = [EACH, *(Policy(bucket_bytes=size) for size in (1, 200, 1500, 1 << 20))]
+POLICIES += [Policy(9000, machine) for machine in MACHINES.values()]
 
 
 @settings(max_examples=150)
