@@ -18,7 +18,6 @@ from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
@@ -109,53 +108,25 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 # ------------------------------------------------------------------------------------------ with data parallel replicas
 
 
-def _groups_of_a_mesh(order: tuple[int, ...]) -> dict[str, Any]:
-    """tp 2 x dp 2, ranks laid out in this order. torch's groups sort their ranks: any other order is given as ranks."""
-    rank = dist.get_rank()
+def _experts() -> list[int]:
+    """Dense weights on tp 4; experts on expert-tp 2 x expert-dp 2, by the groups of their own param group. torch's
+    groups sort their ranks: these, in another order, are given as ranks."""
+    rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)
-    if order != (0, 1, 2, 3):
-        return {"tp_group": tp, "process_group": dp}
-    mesh = mesh_of((2, 2))
-    return {"tp_group": mesh.get_group("a1"), "process_group": mesh.get_group("a0")}
-
-
-def _tp_and_dp(order: tuple[int, ...]) -> tuple[int, int, set[tuple[int, ...]]]:
-    def half(full: Tensor) -> nn.Parameter:
-        return _mark(full.chunk(2, 0)[order.index(dist.get_rank()) % 2], 0)
-
-    def uncut(full: Tensor) -> nn.Parameter:
-        return nn.Parameter(full.clone())
-
-    shapes = {"a": (8, 6), "b": (6, 8), "c": (12, 5), "d": (8, 6)}
-    cases = {name: (shape, uncut if name == "d" else half, dict[str, Any]()) for name, shape in shapes.items()}
-    ours = _beside_whole(cases, **_groups_of_a_mesh(order))
-    return ours.traffic.orthogonalized, ours.traffic.exchanges, {spec.layout.ranks for spec in ours.plan.specs}
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
-def test_replicas_of_shards_share_the_work_and_each_matrix_is_done_once(
-    order: tuple[int, ...], world4: RankPool
-) -> None:
-    found = world4.run(_tp_and_dp, order)
-    assert found == [(1, 3, {(0, 1, 2, 3)})] * 4  # one gather, one scatter, one relay to the other replica
-
-
-def _experts() -> list[int]:
-    """Dense weights on tp 4; experts on expert-tp 2 x expert-dp 2, by the groups of their own param group."""
-    rank, inner = dist.get_rank(), _groups_of_a_mesh((0, 1, 2, 3))
 
     def dense(full: Tensor) -> nn.Parameter:
         return _mark(full.chunk(4, 0)[rank], 0)
 
     def expert(full: Tensor) -> nn.Parameter:
-        return _mark(full.chunk(2, 1)[rank % 2], 1, allreduce=False)
+        return _mark(full.chunk(2, 1)[order.index(rank) % 2], 1, allreduce=False)
 
-    ours = _beside_whole({"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, inner)}, tp_group=dist.group.WORLD)
-    return [len(spec.layout.ranks) for spec in ours.plan.specs]
+    of_expert = {"tp_group": tp, "process_group": dp}
+    cases = {"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, of_expert)}
+    return [len(spec.layout.ranks) for spec in _beside_whole(cases, tp_group=dist.group.WORLD).plan.specs]
 
 
-def test_experts_have_groups_of_their_own(world4: RankPool) -> None:
+def test_experts_have_groups_of_their_own_in_any_order_of_ranks(world4: RankPool) -> None:
     assert world4.run(_experts) == [[4, 4]] * 4
 
 
