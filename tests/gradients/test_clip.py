@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from golden.table import placed
 from tolerances import assert_rounded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon import Muon, clip_grad_norm_
 from shardmuon._torch import local_if_any
 from shardmuon.gradients.clip import _BOUND
 from shardmuon.gradients.norms import combine
@@ -49,13 +50,6 @@ def _model(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
     return {name: _normal(*shape, seed=seed + i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
-    case, world = LAYOUTS[layout], dist.get_world_size()
-    rest = LAYOUTS[layout if layout in ("single", "ddp", "replicate") else "fsdp2"]
-    matrices = case.build({n: t for n, t in full.items() if n not in VECTORS}, case.mesh(world))
-    return matrices | rest.build({n: t for n, t in full.items() if n in VECTORS}, (world,))
-
-
 def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
     matrices = {n: p for n, p in params.items() if n in PARAMS}
     vectors = [(n, p) for n, p in params.items() if n in VECTORS]
@@ -84,14 +78,14 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():
-        params = parameters(_build(layout, _model(dtype, 0)))
+        params = parameters(placed(layout, _model(dtype, 0)))
         sharded = _optimizer(params, **options)
         for order, (full, norm, whole) in zip(orders, _clipped_by_one(dtype, orders), strict=True):
-            for name, grad in _build(layout, full).items():
+            for name, grad in placed(layout, full).items():
                 params[name].grad = grad
             found = clip_grad_norm_(sharded, 1.0, order)
             assert type(found) is Tensor and found.ndim == 0 and found.dtype == torch.float32
-            pairs = [(params[n].grad, grad) for n, grad in _build(layout, whole).items()]
+            pairs = [(params[n].grad, grad) for n, grad in placed(layout, whole).items()]
             equal = all(grad is None or torch.equal(*map(local_if_any, (grad, clipped))) for grad, clipped in pairs)
             if not torch.equal(found, norm) or not equal:
                 wrong.append(f"{dtype} order {order}: {float(found)} for {float(norm)}, equal={equal}")
@@ -158,18 +152,11 @@ def test_arguments_without_meaning_are_refused(options: dict[str, float]) -> Non
 
 
 def test_of_some_groups_alone_gradients_are_counted_and_scaled() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = Muon(
-        param_groups(model, lr=0.1, adamw_lr=0.1, overrides={"0.weight": {"process_group": (), "tp_group": ()}}),
-        lr=1e-3,
-    )
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    some = [group for group in optimizer.param_groups if "0.weight" not in group["param_names"]]
-    assert float(clip_grad_norm_(some, 1.0)) == float(torch.tensor(3.0 + 6.0 + 2.0).sqrt())
+    params = [_param(torch.zeros(n), torch.ones(n)) for n in (12, 3, 8)]
+    groups = Muon([{"params": [p], "use_muon": False} for p in params], lr=1e-3).param_groups
+    assert float(clip_grad_norm_(groups[1:], 1.0)) == float(torch.tensor(11.0).sqrt())
     factor = float(torch.tensor(1.0) / (torch.tensor(11.0).sqrt() + 1e-6))
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert [float(grad.unique()) for grad in found] == [1.0, factor, factor, factor]
+    assert [p.grad.unique().tolist() for p in params if p.grad is not None] == [[1.0], [factor], [factor]]
 
 
 @pytest.mark.parametrize("small", [1, 40, 100])
@@ -392,12 +379,13 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# What a rank passes; with the first two the others go on.
-CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
+# What a rank passes; with the first three the others go on.
+CHANGES = ("nothing", "other tensors", "another second", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """One or two ranks pass something else than before; what was kept of the parameters stays with the others."""
+    """One or two ranks pass something else than before, or a list that begins as before; what was kept of the
+    parameters stays with the others."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
@@ -411,8 +399,10 @@ def _storm(name: str) -> None:
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
             param.grad, order = bad.get(change, param.grad), -1.0 if change == "norm_type" else 2.0
-            source = {"fewer": named[:1], "other tensors": JOBS[name](Data()).source}.get(change, source)
-        if change in CHANGES[:2]:
+            others = JOBS[name](Data()).source
+            lists = {"fewer": named[:1], "other tensors": others, "another second": [named[0], others[1]]}
+            source = lists.get(change, source)
+        if change in CHANGES[:3]:
             assert float(clip_grad_norm_(source, 1e9, order, process_group=group)) == norm, (number, change)
         else:
             with pytest.raises(ValueError, match="rank"):
@@ -424,18 +414,6 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
     name: str, world4: RankPool
 ) -> None:
     world4.run(_storm, name)
-
-
-def _by_turns() -> list[float]:
-    """Norms of lists that begin with one tensor and go on with others, which lie otherwise."""
-    first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
-    first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
-    sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
-    return [float(clip_grad_norm_([first, other], 1e9)) for other in (sharded, plain, sharded)]
-
-
-def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool) -> None:
-    assert world3.run(_by_turns) == [[float(torch.tensor(28.0).sqrt())] * 3] * 3
 
 
 def _gone() -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from demo_script import train
+from golden.table import placed
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
 from test_qk_clip import Llama, clip_by, normal
 from tolerances import assert_rounded
@@ -94,22 +95,15 @@ def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) 
     return {n: p.detach() for n, p in params.items()}
 
 
-def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
-    case, world = LAYOUTS[layout], dist.get_world_size()
-    rest = LAYOUTS[layout if layout in ("single", "ddp", "replicate") else "fsdp2"]
-    matrices = case.build({n: t for n, t in full.items() if n not in BIASES}, case.mesh(world))
-    return matrices | rest.build({n: t for n, t in full.items() if n in BIASES}, (world,))
-
-
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     """Names of parameters that differ."""
-    params = parameters(_build(layout, _model(dtype)))
+    params = parameters(placed(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
-    beyond = dist.group.WORLD if layout in ("single", "mixed meshes") else None
+    beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, _own_maxima, process_group=beyond)
     for _ in range(2):  # where weights lie is found in the first call
         optimizer.step()
-    wanted = _build(layout, _on_one_process(_model(dtype), [{}, {}]))
+    wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
     return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
 
 
