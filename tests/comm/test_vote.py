@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import reduce
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,14 +24,11 @@ from shardmuon.comm import vote as voting
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import (
     MOST_BITS,
-    Agreed,
     Ballot,
-    Call,
     Entry,
     Flag,
     Phase,
     Verdict,
-    agree,
     digest_of,
     discover,
     gather,
@@ -308,52 +304,3 @@ def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: R
     assert all("nothing on this rank" in text for text, _ in found)
     # whoever waits for a lane that is closed fails at once, and with these those that wait for them
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)
-
-
-# ------------------------------------------------------------------------------------------------- what ranks keep
-
-
-class _Keeping(Call[Agreed]):
-    """A call of all ranks, for each of which something else is current."""
-
-    phase, doing, rule = Phase.STEP, "step", "Step alike"
-
-    def __init__(self, renews: bool) -> None:
-        self.renews, self.ranks = renews, tuple(range(dist.get_world_size()))
-        self.kept = Agreed(self.ranks, b"%d" % min(dist.get_rank(), 1), {})
-
-    def known(self) -> Agreed:
-        return self.kept
-
-    def is_current(self, kept: Agreed) -> bool:
-        return True
-
-    def sets(self, fault: voting.Fault) -> list[Ranks]:
-        return [self.ranks]
-
-    def renew(self, before: Ranks | None, fault: voting.Fault) -> Agreed:
-        assert before == self.ranks
-        return Agreed(self.ranks, b"made anew", {})
-
-    def read(self, kept: Agreed) -> Ballot:
-        return Ballot(self.phase, digests={self.ranks: digest_of(kept.token)})
-
-    def lines(self, kept: Agreed, ranks: Ranks) -> list[Any]:
-        return [kept.token]
-
-
-def _kept_unlike(renews: bool) -> str:
-    try:
-        return agree(_Keeping(renews), voting.Fault())[0].token.decode()
-    except Refused as refused:
-        return str(refused)
-
-
-@pytest.mark.parametrize(
-    ("renews", "said"), [(True, "made anew"), (False, "step together but differ: rank 0 has b'0', rank 1 has b'1'")]
-)
-def test_ranks_that_keep_different_things_make_them_anew_or_are_refused(
-    renews: bool, said: str, world3: RankPool
-) -> None:
-    found = world3.run(_kept_unlike, renews)
-    assert found == [found[0]] * 3 and said in found[0]

@@ -18,8 +18,6 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape
-from shardmuon.step import update as update_module
-from shardmuon.step.update import apply_, momentum_into_
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool
@@ -318,36 +316,6 @@ def _other_count() -> str:
 def test_ranks_that_would_round_replicas_differently_are_told(world2: RankPool) -> None:
     world2.run(_unnamed)
     assert all("step=2" in text and "step=0" in text for text in world2.run(_other_count))
-
-
-# -------------------------------------------------------------------------------------------------------- slabs
-
-SLABBED = [(17, 40, 3), (1, 23, 31), (700,)]  # the first dim divides nothing, is 1, is all there is
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("cautious", [False, True])
-def test_a_large_tile_has_the_same_bits_in_slabs(
-    cautious: bool, dtype: torch.dtype, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Momentum and weights of a tile that is cut into slabs of 64 elements, and of one that is not; gradients and
-    weights also lie otherwise than row by row."""
-    generator = torch.Generator().manual_seed(0)
-    for shape in SLABBED:
-        order = tuple(reversed(range(len(shape))))
-        found: list[list[torch.Tensor]] = []
-        made = [torch.randn(shape, generator=generator).to(kind) for kind in (dtype, dtype, dtype, wire)]
-        for portion in (1 << 17, 64):
-            monkeypatch.setattr(update_module, "PORTION", portion)
-            weight, grad, momentum, result = (x.permute(order).contiguous().permute(order).clone() for x in made)
-            out = torch.empty(shape, dtype=wire)
-            momentum_into_([out], [grad], [momentum], momentum=0.9, nesterov=True)
-            apply_([weight], [result], [0.3], 0.1, 0.01, cautious)
-            found.append([out, momentum, weight])
-        for whole, cut in zip(*found, strict=True):
-            assert torch.equal(whole, cut)
-        assert len(list(update_module.in_cache([made[0]], [made[3]]))) > 1, "it was cut"
 
 
 def test_what_moves_nowhere_on_a_cpu_is_in_buckets_of_4_mib_or_what_was_asked_for() -> None:
