@@ -217,9 +217,9 @@ def test_megatrons_weights_and_their_copies_are_clipped(
 _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=16)
 
 
-def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], list[list[float]], float]:
-    """Each layer's maxima over two batches of each rank, of which the last one sends gradients, and on one process that
-    sees all batches; the loss after a clipped step."""
+def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
+    """Each layer's maxima on one process that sees all batches, and over two batches of each rank, of which the last
+    one sends gradients."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
@@ -242,9 +242,8 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], lis
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
         assert clip.report.num_clipped > 0
-        loss = train.loss_of(model, ids)
         clip.close()
-    return reports[1], reports[0], float(loss.detach())
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -259,14 +258,12 @@ def _measured(shape: dict[str, int], parts: int) -> tuple[list[list[float]], lis
     ids=str,
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
-    world = math.prod(shape.values())
-    found = get_pool(world).run(_measured, shape, parts)
-    assert all(here == found[0][0] for here, _, _ in found)  # the same bits on every rank
-    for here, wanted in zip(found[0][0], found[0][1], strict=True):
+    (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
+    assert all(theirs[1] == together for theirs in others)  # the same bits on every rank
+    for here, wanted in zip(together, alone, strict=True):
         # sums of 32 terms in q and in k, of 8 in their product, the norms and rotations before it, on both sides
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
-    assert all(math.isfinite(loss) for _, _, loss in found)
 
 
 def _unknown_replicas() -> None:
