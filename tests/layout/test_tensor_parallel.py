@@ -299,12 +299,11 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 # ------------------------------------------------------------------------------------------------ models and lifetime
 
 
-def _model_of_shards() -> tuple[list[tuple[str, tuple[int, ...], str]], tuple[int, ...], bool]:
+def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
     """A Megatron-like model: the module alone, no list of parameters."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):
-        for key, value in zip(MARKS, (True, dim, 1), strict=True):
-            setattr(layer.weight, key, value)
+        layer.weight = _mark(layer.weight.detach(), dim)
     optimizer = Muon(model, lr=0.1, tp_group=dist.group.WORLD)
     model(_normal(3, 6, seed=0)).sum().backward()
     optimizer.step()
@@ -312,16 +311,12 @@ def _model_of_shards() -> tuple[list[tuple[str, tuple[int, ...], str]], tuple[in
         param_groups(model, lr=1e-3)
     rows = param_groups(model, lr=1e-3, tp_group=dist.group.WORLD).rows
     shape = engine_for(model[2].weight, optimizer.param_groups[0]).shape(model[2].weight)
-    return [(r.name, r.shape, r.optimizer) for r in rows], shape, bool(optimizer.plan.items)
+    return {r.name: (r.shape, r.optimizer) for r in rows}, shape, bool(optimizer.plan.items)
 
 
 def test_a_model_of_shards_is_routed_by_its_global_shapes(world2: RankPool) -> None:
-    for rows, shape, planned in world2.run(_model_of_shards):
-        assert rows[0] == ("0.weight", (8, 6), "Muon")
-        assert rows[3] == ("2.weight", (6, 8), "Muon")
-        assert rows[1][2] == "AdamW"
-        assert shape == (6, 8)
-        assert planned
+    rows = {"0.weight": ((8, 6), "Muon"), **dict.fromkeys(("1.weight", "1.bias"), ((4,), "AdamW"))}
+    assert world2.run(_model_of_shards) == [(rows | {"2.weight": ((6, 8), "Muon")}, (6, 8), True)] * 2
 
 
 def test_experts_of_a_model_get_their_groups_by_an_override() -> None:
