@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon.commands import verify
+from shardmuon.commands.main import main
 from shardmuon.commands.verify import LayoutRow, verify_layout
 from shardmuon.step import update
 from shardmuon.testing.compare import Comparison, compare_with_dense
@@ -24,12 +24,6 @@ from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import Compared
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    verify.add_arguments(parser)
-    return parser.parse_args(words)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +132,7 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
     monkeypatch.setattr(verify, "RankPool", nullcontext)
     monkeypatch.setattr(verify, "verify_layout", lambda pool, name, *given: rows.get(name, row))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert verify.run(arguments(*words)) == code
+    assert main(["verify", *words]) == code
     shown = capsys.readouterr()
     assert says in shown.out + shown.err
 
@@ -149,7 +143,7 @@ def test_a_search_of_slots_prints_what_it_compared_and_fails_by_what_differs(
 ) -> None:
     found = [Compared("3x7, gram", 5, unequal), Compared("5x9, gram", 6, 0)]
     monkeypatch.setattr(verify, "search", lambda device: found)
-    assert verify.run(arguments("--slots")) == bool(unequal)
+    assert main(["verify", "--slots"]) == bool(unequal)
     shown = capsys.readouterr().out
     assert f"3x7, gram: {unequal} of 5 differ\n5x9, gram: 0 of 6 differ\n{unequal} of 11 differ" in shown
     assert ("report it" in shown) == bool(unequal)
