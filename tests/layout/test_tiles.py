@@ -137,16 +137,10 @@ def test_options_that_do_not_fit_say_what_to_write(
         matrix_view(shape, **options)  # type: ignore[arg-type]
 
 
-def test_replicas_talk_with_the_owner_of_their_own_replica() -> None:
-    """Ranks 0, 1 and 2, 3 hold the halves of a matrix twice (HSDP 2 x 2), rank 4 holds nothing."""
-    halves = [(Held(Box((2 * part, 0), (2, 4)), (0, 0)),) for part in (0, 1)]
-    layout = ParamLayout(matrix_view((4, 4)), (0, 1, 2, 3, 4), (*halves, *halves, ()))
-    top, bottom = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
-    assert layout.keepers == {top: (0, 2), bottom: (1, 3)}
-    assert [layout.source(top, owner) for owner in range(5)] == [0, 0, 2, 2, 0]
-    assert [layout.source(bottom, owner) for owner in range(5)] == [1, 1, 3, 3, 1]
-    assert layout.has_replicas and layout.whole_on == ((),) and layout.of_rank(4) == ()
-    assert replicated(matrix_view((4, 4)), (0, 2)).whole_on == ((0, 2),)
+def test_a_matrix_is_whole_on_the_ranks_that_store_all_of_it() -> None:
+    view = matrix_view((4, 4))
+    assert layout_of(view, {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]}).whole_on == ((),)
+    assert replicated(view, (0, 2)).whole_on == ((0, 2),)
 
 
 def test_layout_digest_tells_layouts_apart() -> None:
