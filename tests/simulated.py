@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -77,18 +78,6 @@ def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
     return tensor[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))]
 
 
-def assembled(layout: ParamLayout, storages: Mapping[int, Tensor]) -> Tensor:
-    """The tensor that ranks store; replicas must be equal."""
-    numbers = torch.arange(1, 1 + math.prod(layout.view.shape)).view(layout.view.shape)
-    whole = next(iter(storages.values())).new_empty(numbers.shape)
-    for rank, elements in cut(layout, numbers).items():
-        here = elements > 0  # between pieces there may be gaps
-        whole.view(-1)[elements[here] - 1] = storages[rank][here]
-    for rank, storage in cut(layout, whole).items():
-        assert torch.equal(storages[rank], storage), f"replicas on rank {rank} and on a later one differ"
-    return whole
-
-
 def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
     """Each rank stores these intervals [start, stop) of a dim, one after the other."""
     shape, zeros, held = view.shape, (0,) * len(view.shape), []
@@ -105,11 +94,6 @@ def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamL
     step = -(-num // len(grid[0]))
     cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
     return along(view, dim, {rank: [(start, stop)] for rank, (start, stop) in sorted(cuts.items())})
-
-
-def fully_sharded(shape: tuple[int, ...], ranks: int, **options: Any) -> ParamLayout:
-    """The layout that `fully_shard` over so many ranks gives a tensor of this shape."""
-    return sharded(matrix_view(shape, **options), [range(ranks)], 0)
 
 
 def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
@@ -263,7 +247,7 @@ class SimulatedRanks:
         weights, momenta: Of each parameter, what each rank stores.
         kept: Of each parameter and each of its `Spec.kept`, the same.
         watches: Rank -> of weights that are zeros.
-        orthogonalized, exchanges: Counted so far; a bucket has two exchanges or three, or none.
+        orthogonalized: Matrices, counted so far.
     """
 
     def __init__(self, plan: Plan, weights: Sequence[Tensor], device: torch.device = CPU) -> None:
@@ -272,12 +256,8 @@ class SimulatedRanks:
         self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
         self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in spec.kept] for spec in plan.specs]
         self.watches = {rank: ZeroWatch() for spec in plan.specs for rank in spec.layout.ranks}
-        self.orthogonalized = self.exchanges = 0
+        self.orthogonalized = 0
         self._settled: set[int] = set()
-
-    def full_weights(self) -> list[Tensor]:
-        """The weights; replicas must be equal."""
-        return [assembled(s.layout, of_param) for s, of_param in zip(self.plan.specs, self.weights, strict=True)]
 
     def step(
         self,
@@ -323,7 +303,6 @@ class SimulatedRanks:
             while runs:  # a turn of all ranks
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(program.num_owned for program in programs.values())
-            self.exchanges += exchange.num
         for of_set in self._sets(stages):
             sums = self._summed(of_set)
             for rank, one in of_set.items():
@@ -348,37 +327,23 @@ class SimulatedRanks:
 
 class SimulatedExchange:
     """The all-to-alls of one bucket among simulated ranks, which must agree about every size. All give what they send
-    before any waits.
-
-    Attributes:
-        num: How many there were.
-    """
+    before any waits."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._ranks, self.num = ranks, 0
+        self._ranks = ranks
         self._sent: dict[int, list[tuple[Tensor, ...]]] = {rank: [] for rank in ranks}
 
-    def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimulatedPending:
+    def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimpleNamespace:
         """Stand-in for `shardmuon.comm.groups.start`."""
         self._sent[rank].append(send.split(list(send_splits)))
-        self.num = len(self._sent[rank])
-        return SimulatedPending(self, rank, self.num - 1, recv_splits)
+        number = len(self._sent[rank]) - 1
 
-    def came(self, rank: int, number: int) -> list[Tensor]:
-        """Return what others, in order, have sent to a rank."""
-        return [self._sent[other][number][self._ranks.index(rank)] for other in self._ranks]
+        def wait() -> Tensor:
+            parts = [self._sent[other][number][self._ranks.index(rank)] for other in self._ranks]
+            assert tuple(map(len, parts)) == recv_splits, "both ends expect one size"
+            return torch.cat(parts)
 
-
-class SimulatedPending(NamedTuple):
-    exchange: SimulatedExchange
-    rank: int
-    number: int
-    splits: Ints
-
-    def wait(self) -> Tensor:
-        parts = self.exchange.came(self.rank, self.number)
-        assert tuple(map(len, parts)) == self.splits, "both ends expect one size"
-        return torch.cat(parts)
+        return SimpleNamespace(wait=wait)
 
 
 def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:

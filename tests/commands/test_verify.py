@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardmuon.comm.groups import Traffic
 from shardmuon.commands import verify
 from shardmuon.commands.main import main
 from shardmuon.commands.verify import _row
-from shardmuon.step import update as pipeline
+from shardmuon.step import update
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
@@ -56,45 +58,40 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
-def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
-    """`compare_with_dense`; on one rank the first matrix is lost."""
-    apply_, calls = pipeline.apply_, []
+def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
+    """`compare_with_dense` of one step; on one rank what a function of the step has written is damaged once."""
+    given: dict[str, Any] = {"steps": 1, "lr": 0.02}
+    original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
-    def spoiled(params: Any, *rest: Any, **named: Any) -> Any:
-        found = apply_(params, *rest, **named)
-        if dist.get_rank() == rank and not calls:
-            calls.append(params[0].fill_(float("nan")))
+    def spoiled(*args: Any, **named: Any) -> Any:
+        found = original(*args, **named)
+        while left:
+            left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **options)
-    with mock.patch.object(pipeline, "apply_", spoiled):
-        return compare_with_dense(layout, **options)
+    compare_with_dense(layout, **given)  # the reference is made with nothing damaged
+    with mock.patch.object(update, name, spoiled):
+        return compare_with_dense(layout, **given)
 
 
-def _wrong_momentum(layout: str, rank: int, **options: Any) -> Comparison:
-    """`compare_with_dense` of one step; on one rank the momentum is off when it has been used."""
-    into = pipeline.momentum_into_
+def _lost(params: Sequence[Tensor], *rest: object) -> None:
+    params[0].fill_(math.nan)
 
-    def spoiled(out: Any, grads: Any, buffers: Any, **named: Any) -> None:
-        into(out, grads, buffers, **named)
-        buffers[0].add_(dist.get_rank() == rank)
 
-    compare_with_dense(layout, steps=1, **options)
-    with mock.patch.object(pipeline, "momentum_into_", spoiled):
-        return compare_with_dense(layout, steps=1, **options)
+def _moved(out: object, grads: object, momenta: Sequence[Tensor], *rest: object) -> None:
+    momenta[0].add_(1)
 
 
 def test_momentum_is_compared_too(world2: RankPool) -> None:
-    found = world2.run(_wrong_momentum, "fsdp2", 1, lr=0.02)
+    found = world2.run(_damaged, "fsdp2", "momentum_into_", _moved, 1)
     assert [(one.bitwise, one.max_difference) for one in found] == [(True, 0.0), (False, 0.0)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, rank: int) -> None:
-    found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02)
-    assert math.isnan(found[rank].max_difference)
-    assert not found[rank].bitwise
-    assert math.isnan(verify._worst(c.max_difference for c in found))
+    found = world2.run(_damaged, "fsdp2", "apply_", _lost, rank)
+    worst = verify._worst(one.max_difference for one in found)
+    assert math.isnan(found[rank].max_difference) and not found[rank].bitwise and math.isnan(worst)
 
 
 @pytest.mark.ranks

@@ -63,12 +63,6 @@ def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path:
     assert str(house.watch(top, tmp_path, comprehensions=True)) == f"{4 + frames} / {3 + frames} / 2"
 
 
-def test_what_is_called_may_raise_and_is_watched_no_longer(house: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        house.watch(lambda: 1 // 0, tmp_path)
-    assert sys.getprofile() is None
-
-
 def lengths_of_entered(house: ModuleType, tree: ast.Module) -> list[int]:
     entered = [("a.py", 2, "decorated"), ("a.py", 10, "method"), ("a.py", 10, "method"), ("a.py", 3, "<lambda>")]
     return house.lengths(entered, {"a.py": tree})  # type: ignore[no-any-return]
@@ -199,21 +193,3 @@ def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: Modu
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0
     assert house.unevenness((2, 2), [(None, Shard(0))], 1) == 2.0
-
-
-def test_a_row_that_fails_is_named_and_hides_no_other(
-    house: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = {1: house.Row("one", "3", lambda: f"{1 // 0}"), 2: house.Row("other", "4", lambda: "5")}
-    monkeypatch.setattr(house, "ROWS", rows)
-    monkeypatch.setattr(sys, "argv", ["house.py"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit, match=r"failed: row 1$"):
-        house.main()
-    printed = capsys.readouterr()
-    assert "ZeroDivisionError" in printed.err
-    assert printed.out.splitlines() == [
-        "row      | measured                  | bar",
-        " 1 one   | failed: ZeroDivisionError | 3",
-        " 2 other | 5                         | 4",
-    ]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from every_layout import ROWS, assert_counted, compared, digests_of
 from planned_jobs import DENSE, SPARSE, same_as_live
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,15 +19,9 @@ from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import Mesh, count
 from shardmuon.foresight.models import build
-from shardmuon.testing.layouts import PARAMS
 from shardmuon.testing.pool import get_pool
 
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
-
-
-def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(case.shape, generator=generator, dtype=dtype) for name, case in PARAMS.items()}
 
 
 def _traffic_of_a_step(optimizer: Muon) -> Traffic:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from published import decoder, rounded
 from torch import nn
 
-from shardmuon.foresight.job import _parse_mesh, _stages_of, count, in_parts
+from shardmuon.foresight.job import _parse_mesh, _stages_of, count
 from shardmuon.foresight.models import AFTER, Param, _active_of, _presets, build
 from shardmuon.layout.views import matrix_view
 
@@ -118,15 +117,6 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
         for bucket in local:
             assert bucket.batches <= 4 * c.muon_elements / 32
             assert len({m[:2] for m in bucket.matrices}) == len(bucket.matrices) <= 2
-
-
-def test_parts_share_every_element_out_once() -> None:
-    draw = random.Random(0)
-    for _ in range(100):
-        at, size, part, num = draw.randint(0, 300), draw.randint(0, 700), draw.randint(1, 400), draw.randint(1, 8)
-        size = min(size, max(0, num * part - at))
-        found = [(r, n) for r, held in enumerate(in_parts(at, size, part, num)) for n in range(*held)]
-        assert [n for _, n in found] == list(range(size)) and all((at + n) // part == r for r, n in found)
 
 
 def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:

@@ -122,15 +122,6 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     assert list(rates.unverified) == ["efficiency of any"] and not rates.extrapolated
     rates.product(64, 1024, "standard bfloat16", 1, 10**12)
     assert list(rates.extrapolated) == ["efficiency of any: 64x1024"]
-    dtypes = {
-        "gram float32": "float32",
-        "standard bfloat16": "bfloat16",
-        "gram": "float16",
-        "torch": "bfloat16",
-    }
-    for how, dtype in dtypes.items():  # where the text is silent, as the backend takes it
-        with pytest.raises(ValueError, match=f"no peak {dtype}, only others"):
-            Rates(_but("peak", {})).product(64, 64, how, 1, 10**12)
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
@@ -207,38 +198,18 @@ def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> 
 
 
 @pytest.mark.parametrize(
-    ("without", "told"),
+    ("how", "without", "told"),
     [
-        ("peak", r"no peak bfloat16, only others.*numbers:"),
-        ("efficiency", r"no efficiency of any, only others.*numbers:"),
+        ("gram float32", "peak", "peak float32"),
+        ("standard bfloat16", "peak", "peak bfloat16"),
+        ("gram", "peak", "peak float16"),  # where the text is silent, as the backend takes it
+        ("torch", "peak", "peak bfloat16"),
+        ("standard bfloat16", "efficiency", "efficiency of any"),
     ],
 )
-def test_what_cannot_be_priced_says_what_is_missing(without: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        price(_exact(), _but(without, {}))
-
-
-def test_an_exchange_takes_what_its_slowest_rank_needs_once_all_have_come() -> None:
-    exact, machine = _exact(), _machine(certain=True)
-    (rank,) = exact.classes
-
-    def step(of_first: int, of_late: int) -> Time:
-        """The first ranks and those that come late, as they pack more, send so many bytes to owners."""
-        classes = [
-            replace(
-                rank,
-                ranks=ranks,
-                buckets=tuple(replace(b, foreign=foreign, sent=sent, gathers=True) for b in rank.buckets),
-            )
-            for ranks, foreign, sent in (
-                ((0, 1), 1, _Sides(gather=Sent(inside=of_first, peers_inside=3))),
-                ((2, 3), 10**9, _Sides(gather=Sent(inside=of_late, peers_inside=3))),
-            )
-        ]
-        return price(replace(exact, classes=tuple(classes)), machine).step
-
-    assert step(10**10, 10**7) == step(10**10, 10**10)
-    assert step(10**7, 10**7).hi < step(10**10, 10**7).lo
+def test_what_cannot_be_priced_says_what_is_missing(how: str, without: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"no {told}, only others.*numbers:"):
+        Rates(_but(without, {})).product(64, 64, how, 1, 10**12)
 
 
 def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:

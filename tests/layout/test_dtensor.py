@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import torch
 import torch.distributed as dist
 from simulated import stored
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
@@ -63,36 +59,6 @@ def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8
     everyone = world8.run(_fsdp_over_tp, ROWS)
     for case, *first in zip(ROWS, *everyone, strict=True):
         assert all(first), f"{case}: wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
-
-
-PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
-    ((8,), [Shard(0)]),
-    ((8,), [Shard(1)]),
-    ((8,), [Replicate()]),
-    ((4, 2), [Shard(0), Shard(0)]),
-    ((4, 2), [Shard(0), Shard(1)]),
-    ((4, 2), [Shard(1), Shard(0)]),
-    ((4, 2), [Replicate(), Shard(0)]),
-    ((2, 2, 2), [Shard(0), Replicate(), Shard(0)]),
-    ((2, 2, 2), [Shard(1), Shard(0), Shard(1)]),
-    ((2, 2, 2), [Replicate(), Shard(1), Replicate()]),
-    # the rest of FSDP over TP on one dim when the TP axis is gathered: a share of each part
-    *(((8,), [StridedShard(0, split_factor=factor)]) for factor in (2, 3, 4)),
-]
-
-
-def _distributed_cases(shapes: list[tuple[int, int]]) -> list[bool]:
-    found = []
-    for (mesh_shape, placements), shape in itertools.product(PLACEMENTS, shapes):
-        full = torch.arange(math.prod(shape)).view(shape)
-        param = distribute_tensor(full.clone(), mesh_of(mesh_shape), placements, src_data_rank=None)
-        found.append(_fits(param, full))
-    return found
-
-
-def test_placements_name_what_distribute_tensor_stores(world8: RankPool) -> None:
-    for found in world8.run(_distributed_cases, [(16, 8), (13, 9), (3, 5), (1, 20)]):
-        assert all(found)
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:

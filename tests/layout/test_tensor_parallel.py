@@ -18,7 +18,6 @@ from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
@@ -109,53 +108,25 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 # ------------------------------------------------------------------------------------------ with data parallel replicas
 
 
-def _groups_of_a_mesh(order: tuple[int, ...]) -> dict[str, Any]:
-    """tp 2 x dp 2, ranks laid out in this order. torch's groups sort their ranks: any other order is given as ranks."""
-    rank = dist.get_rank()
+def _experts() -> list[int]:
+    """Dense weights on tp 4; experts on expert-tp 2 x expert-dp 2, by the groups of their own param group. torch's
+    groups sort their ranks: these, in another order, are given as ranks."""
+    rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)
-    if order != (0, 1, 2, 3):
-        return {"tp_group": tp, "process_group": dp}
-    mesh = mesh_of((2, 2))
-    return {"tp_group": mesh.get_group("a1"), "process_group": mesh.get_group("a0")}
-
-
-def _tp_and_dp(order: tuple[int, ...]) -> tuple[int, int, set[tuple[int, ...]]]:
-    def half(full: Tensor) -> nn.Parameter:
-        return _mark(full.chunk(2, 0)[order.index(dist.get_rank()) % 2], 0)
-
-    def uncut(full: Tensor) -> nn.Parameter:
-        return nn.Parameter(full.clone())
-
-    shapes = {"a": (8, 6), "b": (6, 8), "c": (12, 5), "d": (8, 6)}
-    cases = {name: (shape, uncut if name == "d" else half, dict[str, Any]()) for name, shape in shapes.items()}
-    ours = _beside_whole(cases, **_groups_of_a_mesh(order))
-    return ours.traffic.orthogonalized, ours.traffic.exchanges, {spec.layout.ranks for spec in ours.plan.specs}
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
-def test_replicas_of_shards_share_the_work_and_each_matrix_is_done_once(
-    order: tuple[int, ...], world4: RankPool
-) -> None:
-    found = world4.run(_tp_and_dp, order)
-    assert found == [(1, 3, {(0, 1, 2, 3)})] * 4  # one gather, one scatter, one relay to the other replica
-
-
-def _experts() -> list[int]:
-    """Dense weights on tp 4; experts on expert-tp 2 x expert-dp 2, by the groups of their own param group."""
-    rank, inner = dist.get_rank(), _groups_of_a_mesh((0, 1, 2, 3))
 
     def dense(full: Tensor) -> nn.Parameter:
         return _mark(full.chunk(4, 0)[rank], 0)
 
     def expert(full: Tensor) -> nn.Parameter:
-        return _mark(full.chunk(2, 1)[rank % 2], 1, allreduce=False)
+        return _mark(full.chunk(2, 1)[order.index(rank) % 2], 1, allreduce=False)
 
-    ours = _beside_whole({"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, inner)}, tp_group=dist.group.WORLD)
-    return [len(spec.layout.ranks) for spec in ours.plan.specs]
+    of_expert = {"tp_group": tp, "process_group": dp}
+    cases = {"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, of_expert)}
+    return [len(spec.layout.ranks) for spec in _beside_whole(cases, tp_group=dist.group.WORLD).plan.specs]
 
 
-def test_experts_have_groups_of_their_own(world4: RankPool) -> None:
+def test_experts_have_groups_of_their_own_in_any_order_of_ranks(world4: RankPool) -> None:
     assert world4.run(_experts) == [[4, 4]] * 4
 
 
@@ -328,12 +299,11 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 # ------------------------------------------------------------------------------------------------ models and lifetime
 
 
-def _model_of_shards() -> tuple[list[tuple[str, tuple[int, ...], str]], tuple[int, ...], bool]:
+def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
     """A Megatron-like model: the module alone, no list of parameters."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):
-        for key, value in zip(MARKS, (True, dim, 1), strict=True):
-            setattr(layer.weight, key, value)
+        layer.weight = _mark(layer.weight.detach(), dim)
     optimizer = Muon(model, lr=0.1, tp_group=dist.group.WORLD)
     model(_normal(3, 6, seed=0)).sum().backward()
     optimizer.step()
@@ -341,16 +311,12 @@ def _model_of_shards() -> tuple[list[tuple[str, tuple[int, ...], str]], tuple[in
         param_groups(model, lr=1e-3)
     rows = param_groups(model, lr=1e-3, tp_group=dist.group.WORLD).rows
     shape = engine_for(model[2].weight, optimizer.param_groups[0]).shape(model[2].weight)
-    return [(r.name, r.shape, r.optimizer) for r in rows], shape, bool(optimizer.plan.items)
+    return {r.name: (r.shape, r.optimizer) for r in rows}, shape, bool(optimizer.plan.items)
 
 
 def test_a_model_of_shards_is_routed_by_its_global_shapes(world2: RankPool) -> None:
-    for rows, shape, planned in world2.run(_model_of_shards):
-        assert rows[0] == ("0.weight", (8, 6), "Muon")
-        assert rows[3] == ("2.weight", (6, 8), "Muon")
-        assert rows[1][2] == "AdamW"
-        assert shape == (6, 8)
-        assert planned
+    rows = {"0.weight": ((8, 6), "Muon"), **dict.fromkeys(("1.weight", "1.bias"), ((4,), "AdamW"))}
+    assert world2.run(_model_of_shards) == [(rows | {"2.weight": ((6, 8), "Muon")}, (6, 8), True)] * 2
 
 
 def test_experts_of_a_model_get_their_groups_by_an_override() -> None:

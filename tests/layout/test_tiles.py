@@ -9,6 +9,7 @@ import pytest
 import torch
 from drawn import layout_of, partitions, viewed
 from hypothesis import given, settings
+from simulated import stored
 
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
@@ -32,19 +33,13 @@ def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Te
     return found
 
 
-def stored(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
-    """A storage with that piece among other numbers, its dims in memory in this order; and where the piece is in it."""
+def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
+    """A storage with that piece behind a gap, its dims in memory in this order; and where the piece is in it."""
+    held = Held(piece, (gap,) * (1 if isinstance(piece, FlatRange) else whole.dim()))
+    storage = stored([held], whole)
     if isinstance(piece, FlatRange):
-        box = piece.box or Box((0,) * whole.dim(), tuple(whole.shape))
-        flat = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))].reshape(-1)
-        memory = torch.full((piece.numel + 2 * gap, 2), -1)
-        memory[gap : gap + piece.numel, 0] = flat[piece.start : piece.stop]
-        return memory[:, 0], Held(piece, (gap,))
-    sizes = [n + 2 * gap for n in piece.size]
-    memory = torch.full([sizes[d] for d in order], -1).permute(torch.tensor(order).argsort().tolist())
-    inner = memory[tuple(slice(gap, gap + n) for n in piece.size)]
-    inner.copy_(whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))])
-    return memory, Held(piece, (gap,) * len(sizes))
+        return torch.stack([storage, storage], 1)[:, 0], held
+    return storage.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist()), held
 
 
 @given(st.data())
@@ -52,14 +47,14 @@ def stored(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tup
 def test_gathered_tiles_are_the_matrices_and_scattered_ones_the_tensor(data: st.DataObject) -> None:
     shape, options = data.draw(viewed())
     view = matrix_view(shape, **options)
-    whole = torch.arange(math.prod(shape)).view(shape)
+    whole = torch.arange(1, 1 + math.prod(shape)).view(shape)
     order = data.draw(st.permutations(range(len(shape))))
     gap = data.draw(st.integers(0, 2))
-    storages = [stored(piece, whole, gap, order) for piece in data.draw(partitions(shape))]
+    storages = [storage_of(piece, whole, gap, order) for piece in data.draw(partitions(shape))]
     layout = ParamLayout(view, tuple(range(len(storages))), tuple((held,) for _, held in storages))
     expected = by_slicing(whole, options)
     assert [(m.rows, m.cols) for m in view.matrices] == [tuple(m.shape) for m in expected]
-    back = [torch.full_like(storage, -1) for storage, _ in storages]
+    back = [torch.zeros_like(storage) for storage, _ in storages]
     for matrix, of_matrix, by_rank in zip(view.matrices, expected, layout.tiles, strict=True):
         gathered = torch.full((matrix.rows, matrix.cols), -1)
         for rank, tiles in by_rank.items():
@@ -142,16 +137,10 @@ def test_options_that_do_not_fit_say_what_to_write(
         matrix_view(shape, **options)  # type: ignore[arg-type]
 
 
-def test_replicas_talk_with_the_owner_of_their_own_replica() -> None:
-    """Ranks 0, 1 and 2, 3 hold the halves of a matrix twice (HSDP 2 x 2), rank 4 holds nothing."""
-    halves = [(Held(Box((2 * part, 0), (2, 4)), (0, 0)),) for part in (0, 1)]
-    layout = ParamLayout(matrix_view((4, 4)), (0, 1, 2, 3, 4), (*halves, *halves, ()))
-    top, bottom = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
-    assert layout.keepers == {top: (0, 2), bottom: (1, 3)}
-    assert [layout.source(top, owner) for owner in range(5)] == [0, 0, 2, 2, 0]
-    assert [layout.source(bottom, owner) for owner in range(5)] == [1, 1, 3, 3, 1]
-    assert layout.has_replicas and layout.whole_on == ((),) and layout.of_rank(4) == ()
-    assert replicated(matrix_view((4, 4)), (0, 2)).whole_on == ((0, 2),)
+def test_a_matrix_is_whole_on_the_ranks_that_store_all_of_it() -> None:
+    view = matrix_view((4, 4))
+    assert layout_of(view, {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]}).whole_on == ((),)
+    assert replicated(view, (0, 2)).whole_on == ((0, 2),)
 
 
 def test_layout_digest_tells_layouts_apart() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tolerances import assert_bitwise, roundoff
+from tolerances import assert_rounded, roundoff
 from torch import Tensor, nn
 
 from shardmuon import Muon
@@ -18,8 +18,6 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape
-from shardmuon.step import update as update_module
-from shardmuon.step.update import apply_, momentum_into_
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
 from shardmuon.testing.pool import RankPool
@@ -71,12 +69,8 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
     x = torch.ones(4, 384)
     x[0, :128], x[1, 130], x[2, 5] = 0.0, float("nan"), float("inf")
     codes, scale = encode(x, 1, x.clone(), torch.zeros(x.shape, dtype=torch.int32))
-    found = decode(codes, scale)
-    assert torch.equal(found[0, :128], torch.zeros(128))
-    assert bool(found[1, 128:256].isnan().all()) and bool(found[2, :128].isnan().all())
-    rest = torch.ones(4, 384, dtype=torch.bool)
-    rest[0, :128] = rest[1, 128:256] = rest[2, :128] = False
-    assert torch.equal(found[rest], x[rest])
+    x[1, 128:256] = x[2, :128] = math.nan
+    assert_rounded(decode(codes, scale), x, roundings=0)
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
@@ -104,10 +98,8 @@ def test_fixed_bits_round_to_nearest_and_keep_what_is_not_finite() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])])
     found = round_by(x, torch.full(x.shape, NEAREST, dtype=torch.int32))
-    kept = x.to(BF16)
-    assert torch.equal(found.isnan(), kept.isnan())
     assert found.dtype == BF16
-    assert torch.equal(found[~found.isnan()], kept[~kept.isnan()])
+    assert_rounded(found, x.to(BF16), roundings=0)
 
 
 def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names() -> None:
@@ -171,35 +163,6 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
     blocks = sum(p.shape[0] * -(-p.shape[1] // BLOCK) for p in params) if dtype == "int8" else 0
     counts = len(params) if dtype in (BF16, "int8") else 0  # of steps, which random rounding needs
     assert found == size * elements + 4 * (blocks + counts)  # a scale in fp32 for each block
-
-
-def _run(optimizer: Muon, params: list[nn.Parameter], numbers: range) -> None:
-    for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-def _after(num_steps: int, dtype: torch.dtype, nesterov: bool, storage: dict[str, Any]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(64, 384, generator=generator).to(dtype)) for _ in range(3)]
-    optimizer = Muon(params, lr=0.02, nesterov=nesterov, ns_steps=2, **storage)
-    _run(optimizer, params, range(num_steps))
-    kept = {f"{i} {key}": t for i, p in enumerate(params) for key, t in sorted(optimizer.state[p].items())}
-    return {f"{i}": p.detach() for i, p in enumerate(params)} | kept
-
-
-@pytest.mark.parametrize("stored", [None, FP32, BF16, "int8"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_is_computed_in_fp32_and_has_the_same_bits_on_the_cpu(stored: Any, nesterov: bool) -> None:
-    here, there = (
-        _after(3, BF16, nesterov, {"momentum_dtype": stored, "momentum_device": place}) for place in (None, "cpu")
-    )
-    assert_bitwise(there, here)
-    # the first step starts from zero, which every dtype holds exactly
-    once, wide = (_after(1, FP32, nesterov, {"momentum_dtype": dtype}) for dtype in (stored, FP32))
-    assert_bitwise([once[name] for name in "012"], [wide[name] for name in "012"])
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
@@ -266,19 +229,22 @@ def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks:
 
 
 def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
-    params = [nn.Parameter(torch.ones(8, 128))]
-    optimizer = Muon([("w", params[0])], lr=1e-3, momentum_dtype="int8")
-    _run(optimizer, params, range(1))
-    del optimizer.state[params[0]]["momentum_scale"]
-    before = params[0].detach().clone()
-    with pytest.raises(
-        ValueError, match=r"w: its momentum_buffer is of dtype torch.int8 and its momentum_scale is mis"
+    w = nn.Parameter(torch.ones(8, 128))
+    optimizer = Muon([("w", w)], lr=1e-3, momentum_dtype="int8")
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    before = w.detach().clone()
+    for scales, said in (
+        ({}, "w: its momentum_buffer is of dtype torch.int8 and its momentum_scale is mis"),
+        (
+            {"momentum_scale": torch.zeros(8, 2)},
+            r"momentum_scale stores shape \(8, 2\) here, \(8, 1\) was expected",
+        ),
     ):
-        _run(optimizer, params, range(1))
-    assert torch.equal(params[0], before)
-    optimizer.state[params[0]]["momentum_scale"] = torch.zeros(8, 2)
-    with pytest.raises(ValueError, match=r"w: its momentum_scale stores shape \(8, 2\) here, \(8, 1\) was expected"):
-        _run(optimizer, params, range(1))
+        optimizer.state[w] = {"momentum_buffer": optimizer.state[w]["momentum_buffer"], **scales}
+        with pytest.raises(ValueError, match=said):
+            optimizer.step()
+        assert torch.equal(w, before)
 
 
 # ----------------------------------------------------------------------------------- weights in half precision
@@ -318,36 +284,6 @@ def _other_count() -> str:
 def test_ranks_that_would_round_replicas_differently_are_told(world2: RankPool) -> None:
     world2.run(_unnamed)
     assert all("step=2" in text and "step=0" in text for text in world2.run(_other_count))
-
-
-# -------------------------------------------------------------------------------------------------------- slabs
-
-SLABBED = [(17, 40, 3), (1, 23, 31), (700,)]  # the first dim divides nothing, is 1, is all there is
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("cautious", [False, True])
-def test_a_large_tile_has_the_same_bits_in_slabs(
-    cautious: bool, dtype: torch.dtype, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Momentum and weights of a tile that is cut into slabs of 64 elements, and of one that is not; gradients and
-    weights also lie otherwise than row by row."""
-    generator = torch.Generator().manual_seed(0)
-    for shape in SLABBED:
-        order = tuple(reversed(range(len(shape))))
-        found: list[list[torch.Tensor]] = []
-        made = [torch.randn(shape, generator=generator).to(kind) for kind in (dtype, dtype, dtype, wire)]
-        for portion in (1 << 17, 64):
-            monkeypatch.setattr(update_module, "PORTION", portion)
-            weight, grad, momentum, result = (x.permute(order).contiguous().permute(order).clone() for x in made)
-            out = torch.empty(shape, dtype=wire)
-            momentum_into_([out], [grad], [momentum], momentum=0.9, nesterov=True)
-            apply_([weight], [result], [0.3], 0.1, 0.01, cautious)
-            found.append([out, momentum, weight])
-        for whole, cut in zip(*found, strict=True):
-            assert torch.equal(whole, cut)
-        assert len(list(update_module.in_cache([made[0]], [made[3]]))) > 1, "it was cut"
 
 
 def test_what_moves_nowhere_on_a_cpu_is_in_buckets_of_4_mib_or_what_was_asked_for() -> None:

@@ -14,17 +14,8 @@ from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import Load, Program, make_program
 
 
-@pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH])
-@pytest.mark.parametrize("stages", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_is_counted_as_its_programs_run(layout: str, stages: int, policy: Policy) -> None:
-    """Every view in one plan, twice."""
-    specs = [spec(f"{name} {i}", LAYOUTS[layout](make()), stages) for name, make in VIEWS.items() for i in (0, 1)]
-    check(make_plan(specs, policy))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_layouts_that_mix_are_counted_as_their_programs_run(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_layouts_are_counted_as_their_programs_run(seed: int) -> None:
     draw = random.Random(seed)
     specs = []
     for number in range(draw.randrange(1, 12)):

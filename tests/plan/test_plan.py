@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from simulated import fully_sharded as sharded
-from simulated import sharded as sharded_over
-from simulated import spec
+from simulated import sharded, spec
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import matrix_view
@@ -18,12 +16,12 @@ from shardmuon.plan.program import make_program
 
 def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec]:
     shapes = {"qkv": (3 * d, d), "o": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
-    layouts = {name: sharded(shape, ranks) for name, shape in shapes.items()}
+    layouts = {name: sharded(matrix_view(shape), [range(ranks)], 0) for name, shape in shapes.items()}
     of_layer = [spec(name, layout, itemsize=itemsize) for name, layout in layouts.items()]
     return [one._replace(name=f"{i}.{one.name}") for i in range(layers) for one in of_layer]
 
 
-EXPERTS = [spec("experts", sharded_over(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
+EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
     "16 ranks": (transformer(16, 12, 384), 10 / 9),  # three each of costs 1, 3, 4, 4: longest first gives 10 for 9
@@ -48,7 +46,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
 ) -> None:
     shapes, shards = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)), 1024 // replicas
     grid = [range(first, first + shards) for first in range(0, 1024, shards)]
-    specs = [spec(f"{j}", sharded_over(matrix_view(shape), grid, 0), itemsize=2) for j, shape in enumerate(shapes)]
+    specs = [spec(f"{j}", sharded(matrix_view(shape), grid, 0), itemsize=2) for j, shape in enumerate(shapes)]
     took = []
     for _ in range(3):  # other tests' garbage is collected in between, and machines are shared
         start = time.process_time()
@@ -69,7 +67,10 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     """Some buckets, so that something travels while another is orthogonalized; fewer where owners have fewer matrices:
     in a bucket of which it owns nothing a rank would wait for others."""
     d, inner = 4096, 11008
-    kinds = [spec(str(shape), sharded(shape, ranks), itemsize=2) for shape in ((d, d), (inner, d), (d, inner))]
+    kinds = [
+        spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
+        for shape in ((d, d), (inner, d), (d, inner))
+    ]
     of_layer = [kinds[0]] * 4 + [kinds[1]] * 2 + [kinds[2]]
     plan = make_plan([kind for _ in range(32) for kind in of_layer], Policy(bucket_bytes=2 * 8 * d * inner))
     assert len(plan.buckets) == buckets

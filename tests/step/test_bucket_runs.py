@@ -21,6 +21,7 @@ from shardmuon.layout.views import MatrixView, matrix_view, row_major
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
 from shardmuon.plan.program import BufferPlace, Load
+from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
@@ -32,9 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype,
         torch.float32,
         150,
     ),
-    "cautious": ({"variant": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
+    "cautious": ({"variant": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 64),
 }
 POLICIES = [EACH, *(Policy(bucket_bytes=size) for size in (1, 200, 1500, 1 << 20))]
+POLICIES += [Policy(9000, machine) for machine in MACHINES.values()]
 
 
 @settings(max_examples=150)
@@ -45,7 +47,8 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
     model: list[tuple[ParamLayout, dict[str, Any]]], case: str, policy: Policy, seed: int
 ) -> None:
     """Random shapes, meshes, placements and flat ranges, in buckets of any size; three steps with changing lr, a
-    gradient missing in one of them. Tiles of several parameters are stepped in one call, or few of them in each."""
+    gradient missing in one of them. Tiles of several parameters are stepped in one call, few of
+    them in each, or a large one in slabs."""
     options, dtype, portion = CASES[case]
     torch.manual_seed(seed)
     weights = [torch.randn(layout.view.shape).to(dtype) for layout, _ in model]
