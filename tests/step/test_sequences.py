@@ -87,11 +87,6 @@ class Group:
     options: dict[str, Any]
     ranks: tuple[int, ...]
 
-    def said(self, **changed: Any) -> dict[str, Any]:
-        """Options for a constructor: AdamW's have none that are of matrices alone."""
-        left = () if self.options["use_muon"] else ("momentum", "variant")
-        return {key: value for key, value in {**self.options, **changed}.items() if key not in left}
-
 
 def groups_in(layout: str) -> list[Group]:
     """In a chain of ranks, the groups of matrices are replicated over one link each."""
@@ -129,7 +124,12 @@ class Sequence:
         self.save()
 
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
-        return [{**g.said(**changed), "params": g.specs} for g in groups if self.rank in g.ranks]
+        made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
+        for options in made:
+            if not options["use_muon"]:  # what a constructor refuses of AdamW's groups
+                options.pop("momentum", None)
+                options.pop("variant", None)
+        return made
 
     def _take(self, **changed: Any) -> None:
         """Make the job from nothing."""
@@ -164,14 +164,14 @@ class Sequence:
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
-    def _ruled(self, name: str, *, by_variant: bool) -> dict[str, Any]:
+    def _ruled(self, name: str) -> dict[str, Any]:
         """What is known of a parameter, without what another optimizer, or another variant, left there."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
-        left = [key for key in known if key != "weight"] if ("exp_avg" in known) == options["use_muon"] else []
-        if by_variant and options["use_muon"]:
-            left += {*KEPT_KEYS} - {stage.key for stage in keeping(stages_of(options))}
-        return {key: value for key, value in known.items() if key not in left}
+        if ("exp_avg" in known) == options["use_muon"]:
+            return {"weight": known["weight"]}
+        stale = {*KEPT_KEYS} - {stage.key for stage in keeping(stages_of(options))}
+        return {key: value for key, value in known.items() if key not in stale}
 
     # What a training loop does.
 
@@ -201,7 +201,7 @@ class Sequence:
         self.job.optimizer.zero_grad()
         quiet = whole(self._here(self.now.groups), **self.stored)
         for p, spec in quiet.specs.items():
-            known = self._ruled(spec.name, by_variant=True)
+            known = self._ruled(spec.name)
             p.data.copy_(known.pop("weight"))
             p.grad = grads.get(spec.name)
             if p.grad is not None and known:
@@ -288,8 +288,6 @@ class Sequence:
     def save(self) -> None:
         """Into files where all ranks have the same parameters, or as copies of state."""
         both = self.job.model, self.job.optimizer
-        used = [spec.name for group in self.now.groups for spec in group.specs if spec.name in self.now.named]
-        self.now.named |= {name: self._ruled(name, by_variant=False) for name in used}
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
             self.saved.files = self.folder / str(self.batch)
@@ -312,10 +310,7 @@ class Sequence:
 
     def roll_back(self) -> None:
         """Onto the same objects, if the groups are the same; else onto others."""
-        told = [
-            [([spec.name for spec in group.specs], group.options["use_muon"]) for group in kept.groups]
-            for kept in (self.now, self.saved)
-        ]
+        told = [[[spec.name for spec in group.specs] for group in kept.groups] for kept in (self.now, self.saved)]
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
@@ -376,11 +371,15 @@ class Sequence:
             self.train()
 
     def change_the_optimizer(self) -> None:
-        """Matrices become AdamW's, or Muon's again, and start afresh."""
-        group = self.chance.choice([group for group in self.now.groups if "momentum" in group.options] or [None])
-        if group is not None:
-            self._set(group, use_muon=not group.options["use_muon"], variant=None)
-            self.chance.choice([self.train, self.save])()
+        """Matrices become AdamW's, then Muon's again, and start afresh; nothing of the former is in a state dict."""
+        group = self.chance.choice(self.now.groups)
+        if not group.options["use_muon"] or self.frozen & {spec.name for spec in group.specs}:
+            return
+        for use_muon in (False, True):
+            self._set(group, use_muon=use_muon, variant=None)
+            if self.chance.random() < 0.5:
+                self.job.optimizer.load_state_dict(self.job.optimizer.state_dict())
+            self.train()
 
     def freeze_or_unfreeze(self) -> None:
         name = self.chance.choice([spec.name for group in self.now.groups for spec in group.specs])
@@ -418,7 +417,7 @@ class Sequence:
         group = self.now.away.pop()
         if self.rank in group.ranks:
             params = [(spec.name, self.params[spec.name]) for spec in group.specs]
-            self.job.optimizer.add_param_group({**group.said(), "params": params})
+            self.job.optimizer.add_param_group({**group.options, "params": params})
         self.now.groups.append(group)
 
 
