@@ -48,13 +48,14 @@ def as_in(layout: str) -> Cut:
 
 
 class Spec(NamedTuple):
-    """A parameter of a job."""
+    """A parameter of a job; `lacks`: it has no gradient where a rank stores nothing, as Megatron-FSDP leaves it."""
 
     name: str
     shape: tuple[int, ...]
     cut: Cut = torch.clone
     frozen: bool = False
     dtype: torch.dtype = torch.float32
+    lacks: bool = False
 
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
@@ -140,7 +141,8 @@ class Job:
 
     def set_gradients(self, seed: int) -> None:
         for p, spec in self.specs.items():
-            p.grad = spec.cut(self.gradient(p, seed)) if p.requires_grad else None
+            given = p.requires_grad and not (spec.lacks and not local_if_any(p).numel())
+            p.grad = spec.cut(self.gradient(p, seed)) if given else None
 
     def gradient(self, p: Tensor, seed: int) -> Tensor:
         """The whole gradient of a parameter."""
