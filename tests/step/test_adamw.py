@@ -14,13 +14,11 @@ import torch.distributed as dist
 from jobs import Job, Spec, as_in, whole
 from spectra import assert_equal, normal, run, set_gradients
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
 WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))  # 64 bytes at a time in any dtype
@@ -133,28 +131,6 @@ def _sharded(layout: str, dtype: torch.dtype) -> None:
 )
 def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype, world4: RankPool) -> None:
     world4.run(_sharded, layout, dtype)
-
-
-def _partial_and_missing() -> None:
-    """AdamW needs no other rank, so a gradient may be missing on some; unreduced ones are reduced."""
-    mesh, full = mesh_of((2,)), normal(6, seed=0)
-    p = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
-    q = nn.Parameter(full.clone())
-    optimizer, reference = Muon(adamw_group([p]), lr=1e-3), Muon(adamw_group([q]), lr=1e-3)
-    q.grad = normal(6, seed=1)
-    p.grad = DTensor.from_local(q.grad / 2, mesh, [Partial()], run_check=False)
-    optimizer.step()
-    reference.step()
-    start = 3 * dist.get_rank()
-    assert torch.equal(local_if_any(p), q.detach()[start : start + 3])
-    before = local_if_any(p).clone()
-    p.grad = None if dist.get_rank() == 0 else torch.zeros_like(p)
-    optimizer.step()
-    assert torch.equal(before, local_if_any(p)) == (dist.get_rank() == 0)
-
-
-def test_adamw_gradients_may_be_partial_or_missing_on_a_rank(world2: RankPool) -> None:
-    world2.run(_partial_and_missing)
 
 
 FORMS = ("plain", "gaps", "turned", "odd address", "gradient turned")

@@ -122,8 +122,9 @@ def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
 
 
 def _misplaced(layout: str, kind: str) -> list[str]:
-    """Equal parts of a power of two ranks add up without rounding."""
-    job, twin = (Job([*shards(layout), *alone()]) for _ in range(2))
+    """Equal parts of a power of two ranks add up without rounding. AdamW steps a vector where it has a gradient."""
+    vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
+    job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
     for seed in (1, 2):
         job.set_gradients(seed)
         twin.step(seed)
@@ -142,7 +143,13 @@ def _misplaced(layout: str, kind: str) -> list[str]:
             p.grad = given.redistribute(placements=p.placements, async_op=True) if kind == "on its way" else given
         with torch.device("meta" if kind == "on its way" else "cpu"):
             job.step()
-    return unlike(job.held(gradients=False), twin.held(gradients=False))
+    wrong = unlike(job.held(gradients=False), twin.held(gradients=False))
+    for p in job.specs:
+        p.grad = torch.zeros_like(p) if p is job.adamw and dist.get_rank() else None
+    before = local_if_any(job.adamw).detach().clone()
+    job.step()
+    decayed = not torch.equal(before, local_if_any(job.adamw))
+    return wrong + ["vector"] * (decayed != bool(dist.get_rank()))
 
 
 @pytest.mark.parametrize(

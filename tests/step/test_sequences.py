@@ -4,7 +4,7 @@ Most events are no step: batches that are skipped, errors before, in and after a
 or other objects, groups that come and go, copies and swapped tensors, on some ranks only where no other has to know.
 The steps between them have gradients in any strides, options in other words and torch's defaults set to others. After
 each event all weights and all state are compared bit for bit. The reference makes an optimizer of whole tensors for
-every step, so nothing that it is not given reaches a later one; what that step computes: test_one_process.py.
+every step, so nothing that it is not given reaches a later one; what that step computes: dense_step.py.
 """
 
 from __future__ import annotations
