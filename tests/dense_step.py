@@ -1,5 +1,7 @@
 """Muon on whole tensors as the formula reads: what one process should do, without plan, buckets, tiles or ranks.
 
+`assert_like_the_formula` holds it against one process, and one process against simulated ranks.
+
 Its own are momentum, decay, learning rates, which elements a matrix has, and the order and number of roundings. From
 the project come the orthogonalization of one matrix, the formulas of stages, the rounding of one tensor and the choice
 of a method, which have tests of their own (test_orthogonalize.py, test_variants.py, test_momentum.py).
@@ -8,19 +10,26 @@ of a method, which have tests of their own (test_orthogonalize.py, test_variants
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from simulated import LAYOUTS, SMALL, SimulatedRanks, cut, planned
+from torch import Tensor, nn
 
+from shardmuon import Muon
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import MatrixView
+from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by, scale_shape
 from shardmuon.options import MuonConfig, per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser, Task
-from shardmuon.variants import AfterStage, BeforeStage, WeightStage, scaled_, stages_of
+from shardmuon.plan.items import Policy
+from shardmuon.step.options import settings_of
+from shardmuon.step.update import Rounding
+from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping, scaled_, stages_of
 
 CPU = torch.device("cpu")
 HALVES = (torch.bfloat16, torch.float16)
@@ -230,3 +239,138 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result  # as its iteration returns it
     return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))
+
+
+# ------------------------------------------------------------------------------------------------------- beside ranks
+
+
+class Stores:
+    """All that simulated ranks keep of the momentum of several parameters, and their counts of steps."""
+
+    def __init__(self, storage: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
+        self._storage, self._layouts = storage, layouts
+        self.counts = [0] * len(layouts)
+        self.momenta: list[dict[int, Tensor]] = []
+        self.scales: list[dict[int, Tensor]] = []
+        for layout, grad in zip(layouts, grads, strict=True):
+            dtype = torch.int8 if storage.momentum_dtype == "int8" else storage.momentum_dtype or grad.dtype
+            place, cuts = storage.momentum_device or grad.device, cut(layout, grad)
+            rows = layout.view.num_row_dims
+            self.momenta.append({r: torch.zeros(c.shape, dtype=dtype, device=place) for r, c in cuts.items()})
+            if dtype == torch.int8:
+                shapes = {r: scale_shape(c.shape, rows) for r, c in cuts.items() if c.numel()}
+                self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
+
+    def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
+        """Rounding of each rank."""
+        drawn = [
+            [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
+            for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
+        ]
+        rounds = self._storage.momentum_dtype in (torch.bfloat16, "int8")
+
+        def of_rank(rank: int) -> Mapping[int, Rounding]:
+            found = {}
+            for i, (momentum, of_weights) in enumerate(drawn):
+                halves = self._storage.stochastic_rounding and weights[i] == torch.bfloat16
+                scales = self.scales[i].get(rank) if self.scales else None
+                found[i] = Rounding(momentum if rounds else None, scales, of_weights if halves else None)
+            return found
+
+        return of_rank
+
+    def values(self, number: int, rank: int) -> Tensor:
+        """Stored values, decoded."""
+        kept = self.momenta[number][rank]
+        return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
+
+
+def assert_like_the_formula(
+    views: Mapping[str, Callable[[], MatrixView]],
+    view_options: Mapping[str, Mapping[str, Any]],
+    layout: str,  # of simulated ranks
+    options: Sequence[Mapping[str, Any]],  # of each parameter in turn
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],  # the same, of its weight and gradient
+    *,
+    copies: int = 1,  # of each view
+    lr: Callable[[float], Any] = float,
+    policy: Policy = SMALL,
+    device: str = "cpu",  # of weights
+    buffers: str | None = None,  # their device; default: the weights'
+    **whole_options: Any,
+) -> None:
+    """Three steps with changing lr, gradients missing in two of them. Of two dense matrices a row is zeros."""
+    torch.manual_seed(8)
+    config, at = MuonConfig(**whole_options), torch.device(buffers or device)
+    made = [(name, make()) for name, make in views.items() for _ in range(copies)]
+    kinds = [dtypes[i % len(dtypes)] for i in range(len(made))]
+    params = [
+        nn.Parameter(torch.randn(view.shape).to(device, kind[0])) for (_, view), kind in zip(made, kinds, strict=True)
+    ]
+    for p, (_, of_grad) in zip(params, kinds, strict=True):
+        p.grad_dtype = of_grad
+    groups = [
+        {"params": [(f"w{i}", p)], **view_options[name], **options[i % len(options)]}
+        for i, ((name, _), p) in enumerate(zip(made, params, strict=True))
+    ]
+    optimizer = Muon(groups, lr=0.05, **whole_options)
+    chooser, layouts = Chooser(config.method, config.ns_dtype), [LAYOUTS[layout](view) for _, view in made]
+    wire = torch.float64 if config.ns_dtype == torch.float64 else torch.float32
+    dense = DenseMuon([p.detach() for p in params], optimizer.param_groups, chooser, config, wire)
+    wide = [i for i, kind in enumerate(kinds) if kind[0] == torch.float64]
+    plan = planned(layouts, optimizer.param_groups, chooser, policy, device=at, wide=wide)
+    ranks = SimulatedRanks(plan, [p.detach() for p in params], at)
+    kept = Stores(config, layouts, [torch.zeros_like(p, dtype=kind[1]) for p, kind in zip(params, kinds, strict=True)])
+    ranks.momenta, gone = kept.momenta, {0: (3, 8), 1: (0, 5)}
+    for step in range(3):
+        grads = [
+            None if i in gone.get(step, ()) else torch.randn(p.shape).to(device, kind[1])
+            for i, (p, kind) in enumerate(zip(params, kinds, strict=True))
+        ]
+        for grad in grads[:2]:
+            if grad is not None:
+                grad[1] = 0
+        rate = lr(0.05 / (1 + step))
+        for i, (p, grad, group) in enumerate(zip(params, grads, optimizer.param_groups, strict=True)):
+            p.grad, group["lr"] = grad, rate.to(device) if isinstance(rate, Tensor) else rate
+            kept.counts[i] += grad is not None
+        optimizer.step()
+        ranks.step(grads, optimizer.param_groups, kept.rounding([kind[0] for kind in kinds]))
+        if at.type == "cpu":
+            dense.step(grads, optimizer.param_groups)
+            _assert_dense(optimizer, params, dense)
+        _assert_on_ranks(optimizer, params, ranks, kept)
+
+
+def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon) -> None:
+    for p, expected in zip(params, dense.params, strict=True):
+        tensors = {key: t for key, t in optimizer.state[p].items() if key != "step"}
+        assert tensors.keys() == expected.state.keys()
+        for key, found, wanted in (
+            ("weight", p, expected.weight),
+            *((k, tensors[k], expected.state[k]) for k in tensors),
+        ):
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted), key
+
+
+def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: SimulatedRanks, stores: Stores) -> None:
+    for number, (p, spec) in enumerate(zip(params, ranks.plan.specs, strict=True)):
+        state, layout = optimizer.state[p], spec.layout
+        assert state.get("step", stores.counts[number]) == stores.counts[number]
+        pairs = [(ranks.weights[number], cut(layout, p.detach()))]
+        if state:
+            pairs.append((stores.momenta[number], cut(layout, state["momentum_buffer"])))
+            stages = keeping(settings_of(optimizer.param_groups[number]).stages)
+            for stage, of_stage, found in zip(stages, spec.kept, ranks.kept[number], strict=True):
+                pairs.append((found, cut(of_stage.layout, state[stage.key])))
+        if "momentum_scale" in state:
+            decoded = cut(layout, decode(state["momentum_buffer"], state["momentum_scale"]))
+            pairs.append(({rank: stores.values(number, rank) for rank in decoded}, decoded))
+        for found, expected in pairs:
+            assert all(same(found[rank], storage) for rank, storage in expected.items()), spec.name
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """The same bits, dtype and device; an empty storage has any dtype here."""
+    alike = (found.dtype, found.device) == (expected.dtype, expected.device)
+    return not found.numel() or (alike and torch.equal(found, expected))

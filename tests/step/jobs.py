@@ -48,13 +48,14 @@ def as_in(layout: str) -> Cut:
 
 
 class Spec(NamedTuple):
-    """A parameter of a job."""
+    """A parameter of a job; `lacks`: it has no gradient where a rank stores nothing, as Megatron-FSDP leaves it."""
 
     name: str
     shape: tuple[int, ...]
     cut: Cut = torch.clone
     frozen: bool = False
     dtype: torch.dtype = torch.float32
+    lacks: bool = False
 
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
@@ -140,7 +141,8 @@ class Job:
 
     def set_gradients(self, seed: int) -> None:
         for p, spec in self.specs.items():
-            p.grad = spec.cut(self.gradient(p, seed)) if p.requires_grad else None
+            given = p.requires_grad and not (spec.lacks and not local_if_any(p).numel())
+            p.grad = spec.cut(self.gradient(p, seed)) if given else None
 
     def gradient(self, p: Tensor, seed: int) -> Tensor:
         """The whole gradient of a parameter."""
@@ -162,21 +164,22 @@ class Job:
                 found |= {f"{at} {number} {key}": _bits(value) for key, value in kept.items()}
         return found
 
-    def unlike_whole(self, dense: Job) -> list[str]:
-        """Names of weights and momenta that are not this rank's parts of those of a job in one process."""
+    def named(self) -> dict[str, dict[str, Any]]:
+        """Name -> a parameter's weight and state."""
+        return {spec.name: {"weight": p.detach(), **self.state.get(p, {})} for p, spec in self.specs.items()}
+
+    def unlike_whole(self, dense: dict[str, dict[str, Any]]) -> list[str]:
+        """Names of weights and state that are not this rank's parts of those `named` of a job in one process."""
         wrong = []
-        named = {spec.name: p for p, spec in dense.specs.items()}
-        for p, spec in self.specs.items():
-            q = named[spec.name]
-            mine, theirs = ({"weight": x, **job.state.get(x, {})} for x, job in ((p, self), (q, dense)))
-            whole = ("step", *KEPT_KEYS)  # what stages keep of a matrix, every rank has
-            cut = {key: t if key in whole else spec.cut(t.detach().contiguous()) for key, t in theirs.items()}
-            if unlike({k: _bits(v) for k, v in mine.items()}, {k: _bits(v) for k, v in cut.items()}):
-                wrong.append(spec.name)
+        whole = ("step", *KEPT_KEYS)  # what stages keep of a matrix, every rank has
+        cuts = {spec.name: spec.cut for spec in self.specs.values()}
+        for name, mine in self.named().items():
+            cut = {key: t if key in whole else cuts[name](t.contiguous()) for key, t in dense[name].items()}
+            wrong += [f"{name}: {key}" for key in unlike(*({k: _bits(v) for k, v in of.items()} for of in (mine, cut)))]
         return wrong
 
 
-def whole(groups: Sequence[dict[str, Any]]) -> Job:
+def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
     """The same job in one process."""
     places = ("process_group", "tp_group")
     return Job(
@@ -184,7 +187,8 @@ def whole(groups: Sequence[dict[str, Any]]) -> Job:
             {k: v for k, v in group.items() if k not in places}
             | {"params": [spec._replace(cut=torch.clone) for spec in group["params"]]}
             for group in groups
-        ]
+        ],
+        **options,
     )
 
 

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardmuon import ExchangeError, GradScaler, checkpoint
 from shardmuon import clip_grad_norm_ as clip_gradients
-from shardmuon._torch import local_if_any
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -64,7 +63,7 @@ def _everything() -> Groups:
     parallel = {"tp_group": mesh.get_group(1), "process_group": mesh.get_group(0)}
     out: Groups = [
         {"params": [Spec(f"tp{n}", shape, as_in("tp x dp")) for n, shape in enumerate(((6, 8), (8, 6)))], **parallel},
-        {"params": [Spec(f"rows{n}", (n, 6), as_in("megatron-fsdp")) for n in (9, 2, 7)]},
+        {"params": [Spec(f"rows{n}", (n, 6), as_in("megatron-fsdp"), lacks=True) for n in (9, 2, 7)]},
     ]
     made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2, 3))}
     for ranks, group in made.items():
@@ -76,13 +75,6 @@ def _everything() -> Groups:
 
 def _made(groups: Callable[[], Groups], **options: Any) -> Job:
     return Job(groups(), **{"lr": 0.1, "method": "standard", **options})
-
-
-def _set_gradients(job: Job, seed: int) -> None:
-    job.set_gradients(seed)
-    for p in job.specs:
-        if job.specs[p].name.startswith("rows") and not local_if_any(p).numel():  # as Megatron leaves them
-            p.grad = None
 
 
 # ------------------------------------------------------------------------------------------------------------- cases
@@ -158,11 +150,11 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
     optimizer, numbers = job.optimizer, itertools.count()
     if what == "step":
         for seed in (1, 2):
-            _set_gradients(job, seed)
+            job.set_gradients(seed)
             job.step()
-        _set_gradients(job, 3)
+        job.set_gradients(3)
         return Calls(optimizer.step, "step", None, lambda seed: None)
-    _set_gradients(job, 1)
+    job.set_gradients(1)
     if what == "first step":
         optimizer.prepare()
         return Calls(optimizer.step, "step", None, lambda seed: optimizer.state.clear())  # momentum is made in each
@@ -236,7 +228,7 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
             if not at % HEALTHY:
                 between(at)
                 call()
-                _set_gradients(job, 10 + at)
+                job.set_gradients(10 + at)
                 job.step()
     return [place.name for place in done], passed, raised
 

@@ -144,7 +144,7 @@ def _scaled_loop(layouts: Sequence[str], bad: str, value: float, clip: bool, vec
             if clip:
                 clip_grad_norm_(dense.optimizer, 1.0)
             dense.step()
-        assert not job.unlike_whole(dense)
+        assert not job.unlike_whole(dense.named())
         scales.append(scaler.get_scale())
     return scales
 

@@ -48,6 +48,7 @@ ROWS = (
     *("fsdp2", "ddp", "replicate", "tp", "fsdp1", "fsdp1 zero2", "fsdp1 no shard", "megatron-fsdp", "megatron-fsdp+tp"),
     *("tp column", "tp row", "tp x dp", "mcore buffers", "mcore buffers+tp"),
 )
+MESHES = ("hsdp", "fsdp2+tp", "fsdp1 hybrid")
 
 
 def _on_row(layout: str) -> bool:
@@ -62,15 +63,10 @@ def on_ranks(layouts: Sequence[str]) -> list[Any]:
     return [*(pytest.param(*pair, marks=pytest.mark.stated) for pair in few), *((4, name) for name in layouts)]
 
 
-@pytest.mark.parametrize(("world", "layout"), on_ranks(ROWS))
+@pytest.mark.parametrize(("world", "layout"), [*on_ranks(ROWS), *((4, name) for name in MESHES)])
 def test_every_layout_has_the_bits_of_one_process(world: int, layout: str) -> None:
     """FSDP, tensor parallelism, Megatron's shards; a fresh process has a rank's bits."""
     assert get_pool(world).run(_on_row, layout) == [True] * world
-
-
-@pytest.mark.parametrize("layout", ["hsdp", "fsdp2+tp", "fsdp1 hybrid"])
-def test_meshes_of_two_axes_too(layout: str, world4: RankPool) -> None:
-    assert world4.run(_on_row, layout) == [True] * 4
 
 
 @pytest.mark.parametrize(

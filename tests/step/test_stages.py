@@ -1,4 +1,4 @@
-"""Stages of variants on simulated ranks: weights, and what stages keep, have the bits of one process."""
+"""Stages of variants: weights, and what stages keep, have the bits of the formula, in one process and on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_step import DenseMuon
+from dense_step import assert_like_the_formula
 from simulated import (
     EACH,
     LAYOUTS,
@@ -19,7 +19,6 @@ from simulated import (
     SMALL,
     VIEWS,
     SimulatedRanks,
-    cut,
     group_of,
     in_both,
     in_turn,
@@ -28,7 +27,6 @@ from simulated import (
 )
 from torch import Tensor
 
-from shardmuon import Muon
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
@@ -37,10 +35,9 @@ from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
 from shardmuon.step.batch import BatchStages
-from shardmuon.step.options import settings_of
 from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
-from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
+from shardmuon.variants import VARIANTS, BeforeStage, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row.stages]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
@@ -56,9 +53,8 @@ def given(variant: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("variant", "layout"), in_both(in_turn(JOINED.values(), every=4)))
 def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
-    """Every view in fp32 and in bf16, small buckets, three steps with changing lr; gradients are missing in the first
-    step and in the next one. Of two dense matrices a row is zeros."""
-    compare(layout, [variant] * (2 * len(VIEWS)), Chooser("auto", None))
+    """Every view in fp32 and in bf16, in small buckets."""
+    compare(layout, [variant])
 
 
 @pytest.mark.parametrize(
@@ -69,8 +65,7 @@ def test_variants_side_by_side_have_their_own_rules(
 ) -> None:
     """Variants keep their own rules in one plan, plain Muon among them; squares are summed in small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
-    variants = [None, *JOINED.values()]
-    compare(layout, [variants[i % len(variants)] for i in range(2 * len(VIEWS))], Chooser("auto", None), policy)
+    compare(layout, [None, *JOINED.values()], policy)
 
 
 @pytest.mark.parametrize(
@@ -78,43 +73,14 @@ def test_variants_side_by_side_have_their_own_rules(
 )
 @pytest.mark.parametrize("layout", ["fsdp", "no grid"])
 def test_stages_stand_around_every_method(layout: str, method: Any, dtype: torch.dtype | None) -> None:
-    compare(layout, ["muon_eq+normuon"] * (2 * len(VIEWS)), Chooser(method, dtype))
+    """With stages and without."""
+    compare(layout, [None, "muon_eq+normuon", "muon_eq+normuon+hyperball"], method=method, ns_dtype=dtype)
 
 
-def compare(layout: str, variants: Sequence[str | None], chooser: Chooser, policy: Policy = SMALL) -> None:
-    torch.manual_seed(3)
-    views = [(name, make(), dtype) for name, make in VIEWS.items() for dtype in (torch.float32, torch.bfloat16)]
-    weights = [torch.randn(view.shape).to(dtype) for _, view, dtype in views]
-    options = [{**OPTIONS[name], **given(variant)} for (name, *_), variant in zip(views, variants, strict=True)]
-    groups = Muon(
-        [{"params": [w], **of_param} for w, of_param in zip(weights, options, strict=True)], lr=0.05
-    ).param_groups
-    plan = planned([LAYOUTS[layout](view) for _, view, _ in views], groups, chooser, policy)
-    wire = torch.float64 if chooser.dtype == torch.float64 else torch.float32
-    ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, chooser, wire=wire)
-    gone = {0: (3, 8), 1: (0, 5)}
-    for step in range(3):
-        grads = [None if i in gone.get(step, ()) else torch.randn_like(w) for i, w in enumerate(weights)]
-        for grad in grads[:2]:
-            if grad is not None:
-                grad[1] = 0
-        for group in groups:
-            group["lr"] = 0.05 / (1 + step)
-        dense.step(grads, groups)
-        ranks.step(grads, groups)
-        _assert_same(ranks, dense, [settings_of(group).stages for group in groups])
-
-
-def _assert_same(ranks: SimulatedRanks, dense: DenseMuon, stages: Sequence[Stages]) -> None:
-    for number, (spec, of, of_param) in enumerate(zip(ranks.plan.specs, dense.params, stages, strict=True)):
-        pairs = [(ranks.weights[number], cut(spec.layout, of.weight))]
-        if of.state:
-            pairs.append((ranks.momenta[number], cut(spec.layout, of.state["momentum_buffer"])))
-            for stage, kept, found in zip(keeping(of_param), spec.kept, ranks.kept[number], strict=True):
-                pairs.append((found, cut(kept.layout, of.state[stage.key])))
-        for found, expected in pairs:
-            for rank, storage in expected.items():
-                assert torch.equal(found[rank], storage), (spec.name, rank)
+def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL, **whole_options: Any) -> None:
+    dtypes = [(dtype, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    options = [given(variant) for variant in variants]
+    assert_like_the_formula(VIEWS, OPTIONS, layout, options, dtypes, copies=2, policy=policy, **whole_options)
 
 
 # ------------------------------------------------------------------------------------------------------------ parts

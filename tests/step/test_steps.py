@@ -1,4 +1,4 @@
-"""Steps of `Muon` on real ranks: who may lack a gradient, and the process groups of exchanges.
+"""Steps of `Muon` on real ranks: the process groups of exchanges, copies, and wires.
 
 Every layout with plain options: test_equality.py; with gradients that are missing and AdamW's vectors: test_golden.py.
 Variants and stores on all layouts: test_variants_layouts.py, test_momentum.py.
@@ -7,7 +7,6 @@ Variants and stores on all layouts: test_variants_layouts.py, test_momentum.py.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -16,75 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardmuon import Muon
-from shardmuon._torch import local_if_any
 from shardmuon.comm import groups
 from shardmuon.testing import RankPool
-from shardmuon.testing.compare import rows_stored
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, parameters
-from shardmuon.variants import KEPT_KEYS
-
-LACKING = {0: ("square",), 1: ("wide", "experts"), 2: ()}  # step -> have no gradient on any rank
-NORMS = {"variant": "normuon+hyperball", "weight_decay": 0.0}
-ROUNDED = {"stochastic_rounding": True, "momentum_dtype": torch.float32}
-
-
-def _beside_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Empty shards have no gradient in any step. After each, weights and all state have the bits of one process."""
-    row, world = LAYOUTS[layout], dist.get_world_size()
-    mesh, empty = row.mesh(world), 0
-    torch.manual_seed(3)
-    start, *steps = [{name: torch.randn(case.shape).to(dtype) for name, case in PARAMS.items()} for _ in range(4)]
-    mine, whole = parameters(row.build(start, mesh)), {name: torch.nn.Parameter(t.clone()) for name, t in start.items()}
-    pair = [
-        Muon(groups_of(params, PARAMS), lr=0.02, bucket_bytes=3000, **given)
-        for params, given in ((mine, {**row.options(world), **options}), (whole, options))
-    ]
-    numbers = {name: torch.arange(t.numel(), dtype=torch.float64).view(t.shape) for name, t in start.items()}
-    stored = {name: local_if_any(t).long().flatten() for name, t in row.build(numbers, mesh).items()}
-    for step, full in enumerate(steps):
-        for name, grad in row.build(full, mesh).items():
-            nothing = not local_if_any(grad).numel()
-            empty += nothing
-            mine[name].grad = None if nothing or name in LACKING[step] else grad
-            whole[name].grad = None if name in LACKING[step] else full[name]
-        for optimizer in pair:
-            optimizer.step()
-        for name, p in mine.items():
-            found, wanted = ({"weight": x, **o.state[x]} for o, x in zip(pair, (p, whole[name]), strict=True))
-            assert found.keys() == wanted.keys(), (name, step)
-            for key, here in found.items():
-                there = wanted[key].detach()
-                there = rows_stored(there, here) if key in (*KEPT_KEYS, "step") else there.flatten()[stored[name]]
-                here = local_if_any(here).detach()
-                assert torch.equal(here, there.view(here.shape)), f"step {step}, {key} of {name}"
-    assert empty or dist.get_rank() == 0
-    storing: list[Any] = [None] * world
-    dist.all_gather_object(storing, local_if_any(mine["square"]).numel() > 0)
-    if dist.get_rank() == max(rank for rank, some in enumerate(storing) if some):
-        mine["square"].grad = None
-    before = {name: local_if_any(p).detach().clone() for name, p in mine.items()}
-    with pytest.raises(ValueError, match=r"square: .*(have no gradient.* have a gradient|a gradient.*no grad)"):
-        pair[0].step()
-    assert all(torch.equal(before[name], local_if_any(p)) for name, p in mine.items())
-
-
-@pytest.mark.parametrize(
-    ("layout", "options", "dtype"),
-    [
-        ("megatron-fsdp", NORMS, torch.float32),
-        ("megatron-fsdp hfsdp", ROUNDED, torch.bfloat16),
-        ("megatron-fsdp+tp", {"variant": "muon_eq+normuon"}, torch.bfloat16),
-        ("megatron-fsdp+tp", NORMS, torch.float32),
-    ],
-    ids=str,
-)
-def test_ranks_that_store_nothing_need_no_gradient(
-    layout: str, options: dict[str, Any], dtype: torch.dtype, world4: RankPool
-) -> None:
-    """Megatron-FSDP gives empty shards none; what the others have, they hear in the vote. A rank that stores some of a
-    matrix and lacks its gradient is named on all."""
-    world4.run(_beside_one_process, layout, options, dtype)
-
 
 # ------------------------------------------------------------------------------------------------------ process groups
 

@@ -1,4 +1,4 @@
-"""Momentum and weights as they are stored: on simulated ranks they have the bits of one process."""
+"""Momentum and weights as they are stored: one process and simulated ranks have the bits of the formula."""
 
 from __future__ import annotations
 
@@ -10,27 +10,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_shape import CudaShape
-from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, in_both, in_turn, planned, sharded
-from torch import Tensor
+from dense_step import assert_like_the_formula
+from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, in_both, in_turn, sharded
 
-from shardmuon import Muon
 from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum import stores
 from shardmuon.momentum.stores import (
     Stream,
-    decode,
     encode,
     round_patch,
-    scale_shape,
     step_stored_,
 )
-from shardmuon.options import MuonConfig
-from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Policy
 from shardmuon.step import binding
-from shardmuon.step.update import Rounding
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Views = Mapping[str, Callable[[], MatrixView]]
@@ -66,6 +59,10 @@ HALF, MIXED = ((BF16, BF16),), ((BF16, FP32), (FP32, BF16), (FP16, FP16), (FP32,
 PLAIN: dict[str, Any] = {"nesterov": False}
 CAUTIOUS: dict[str, Any] = {"variant": "cautious"}
 CASES: dict[str, Case] = {
+    "plain": Case(),
+    "no nesterov": Case(options={**PLAIN, "adjust_lr_fn": "match_rms_adamw"}),
+    "cautious": Case(dtypes=HALF, options={**CAUTIOUS, "ns_coefficients": "polar_express"}),
+    "another momentum": Case(dtypes=HALF, options={"momentum": 0.8}),
     "bf16 momentum": Case({"momentum_dtype": BF16}),
     "bf16 momentum, no nesterov": Case({"momentum_dtype": BF16}, MIXED, PLAIN),
     "fp32 momentum of halves": Case({"momentum_dtype": FP32}, HALF, CAUTIOUS),
@@ -89,113 +86,15 @@ CODED: dict[str, Case] = {
 }
 
 
-class Stores:
-    """All that simulated ranks keep of the momentum of several parameters, and their counts of steps."""
-
-    def __init__(self, storage: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
-        self._storage, self._layouts = storage, layouts
-        self.counts = [0] * len(layouts)
-        self.momenta: list[dict[int, Tensor]] = []
-        self.scales: list[dict[int, Tensor]] = []
-        for layout, grad in zip(layouts, grads, strict=True):
-            dtype = torch.int8 if storage.momentum_dtype == "int8" else storage.momentum_dtype or grad.dtype
-            place, cuts = storage.momentum_device or grad.device, cut(layout, grad)
-            rows = layout.view.num_row_dims
-            self.momenta.append({r: torch.zeros(c.shape, dtype=dtype, device=place) for r, c in cuts.items()})
-            if dtype == torch.int8:
-                shapes = {r: scale_shape(c.shape, rows) for r, c in cuts.items() if c.numel()}
-                self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
-
-    def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Rounding of each rank."""
-        drawn = [
-            [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
-            for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
-        ]
-        rounds = self._storage.momentum_dtype in (BF16, "int8")
-
-        def of_rank(rank: int) -> Mapping[int, Rounding]:
-            found = {}
-            for i, (momentum, of_weights) in enumerate(drawn):
-                halves = self._storage.stochastic_rounding and weights[i] == BF16
-                scales = self.scales[i].get(rank) if self.scales else None
-                found[i] = Rounding(momentum if rounds else None, scales, of_weights if halves else None)
-            return found
-
-        return of_rank
-
-    def values(self, number: int, rank: int) -> Tensor:
-        """Stored values, decoded."""
-        kept = self.momenta[number][rank]
-        return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
-
-
-def assert_like_one_process(
-    case: Case,
-    layout: str,
-    views: Views,
-    options: Mapping[str, Any],
-    device: str = "cpu",  # of weights
-    buffers: str | None = None,  # their device; default: the weights'
-) -> None:
-    """Three steps with changing lr; gradients missing in one of them."""
-    torch.manual_seed(5)
-    made = {name: make() for name, make in views.items()}
-    dtypes = [case.dtypes[i % len(case.dtypes)] for i in range(len(made))]
-    weights = [torch.randn(v.shape).to(device, d[0]) for v, d in zip(made.values(), dtypes, strict=True)]
-    whole = [torch.nn.Parameter(w.clone()) for w in weights]
-    for p, (_, of_grad) in zip(whole, dtypes, strict=True):
-        p.grad_dtype = of_grad
-    groups = [{"params": [(f"w{i}", p)], **options[name]} for i, (name, p) in enumerate(zip(made, whole, strict=True))]
-    optimizer = Muon(groups, lr=0.05, **case.storage, method=case.method, **case.options)
-    layouts = [LAYOUTS[layout](view) for view in made.values()]
-    wide = [number for number, d in enumerate(dtypes) if d[0] == FP64]
-    at = torch.device(buffers or device)
-    chooser, policy = Chooser(case.method, None), Policy(bucket_bytes=4000)
-    plan = planned(layouts, optimizer.param_groups, chooser, policy, device=at, wide=wide)
-    ranks = SimulatedRanks(plan, weights, at)
-    kept_by = Stores(
-        MuonConfig(**case.storage),
-        layouts,
-        [torch.zeros(w.shape, dtype=d[1], device=device) for w, d in zip(weights, dtypes, strict=True)],
-    )
-    ranks.momenta = kept_by.momenta
-    for step in range(3):
-        grads = [
-            None if step == 1 and i in (0, 3) else torch.randn(p.shape).to(device, d[1])
-            for i, (p, d) in enumerate(zip(whole, dtypes, strict=True))
-        ]
-        lr = case.lr(0.05 / (1 + step))
-        for i, (p, grad, group) in enumerate(zip(whole, grads, optimizer.param_groups, strict=True)):
-            p.grad, group["lr"] = grad, lr.to(device) if isinstance(lr, Tensor) else lr
-            kept_by.counts[i] += grad is not None
-        optimizer.step()
-        ranks.step(grads, optimizer.param_groups, kept_by.rounding([d[0] for d in dtypes]))
-        for number, (name, p) in enumerate(zip(made, whole, strict=True)):
-            state = optimizer.state[p]
-            kept, scales = (state.get(key) for key in ("momentum_buffer", "momentum_scale"))
-            assert state.get("step", kept_by.counts[number]) == kept_by.counts[number]
-            for rank, storage in cut(layouts[number], p.detach()).items():
-                assert torch.equal(ranks.weights[number][rank], storage), (step, name, rank)
-            for rank, storage in cut(layouts[number], kept).items():
-                assert same(kept_by.momenta[number][rank], storage), (step, name, rank)
-            if scales is not None:
-                for rank, storage in cut(layouts[number], decode(kept, scales)).items():
-                    assert torch.equal(kept_by.values(number, rank), storage) or not storage.numel(), (step, name, rank)
-
-
-def same(found: Tensor, expected: Tensor) -> bool:
-    """The same bits, dtype and device; an empty storage has any dtype here."""
-    alike = (found.dtype, found.device) == (expected.dtype, expected.device)
-    return not found.numel() or (alike and torch.equal(found, expected))
-
-
 def compare(case: str, layout: str, **places: Any) -> None:
     """Codes on wide views, of which none has a block cut."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
     views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
-    assert_like_one_process((CASES | CODED | ON_DEVICE)[case], layout, views, options, **places)
+    of = (CASES | CODED | ON_DEVICE)[case]
+    assert_like_the_formula(
+        views, options, layout, [of.options], of.dtypes, lr=of.lr, method=of.method, **of.storage, **places
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,483 @@
+"""Random sequences of what happens to an optimizer, beside a reference that has nothing but weights and state by name.
+
+Most events are no step: batches that are skipped, errors before, in and after a step, saving and loading into the same
+or other objects, groups that come and go, copies and swapped tensors, on some ranks only where no other has to know.
+The steps between them have gradients in any strides, options in other words and torch's defaults set to others. After
+each event all weights and all state are compared bit for bit. The reference makes an optimizer of whole tensors for
+every step, so nothing that it is not given reaches a later one; what that step computes: dense_step.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import FAMILIES, Cut, Job, Spec, as_in, whole
+from process_default import process_default
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmuon import Muon, audit, checkpoint
+from shardmuon._torch import local_if_any
+from shardmuon.testing import RankPool
+from shardmuon.variants import KEPT_KEYS, keeping, stages_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized",
+    "ignore:no parameter of this optimizer has a gradient",
+)
+
+MATRIX: dict[str, Any] = {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "variant": None}
+VECTOR: dict[str, Any] = {"use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1}
+GROUPS: list[tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = [
+    ({"a": (8, 6), "b": (5, 7)}, MATRIX),
+    ({"c": (6, 8), "d": (9, 4)}, MATRIX),
+    ({"e": (12, 8), "f": (8, 12)}, MATRIX),
+    ({"g": (7, 3), "h": (12,)}, VECTOR),
+    ({"i": (9,)}, VECTOR),
+]
+VARIANTS = (None, "normuon", "hyperball", "cautious")
+STORED: list[dict[str, Any]] = [
+    {},
+    {"momentum_dtype": torch.bfloat16, "stochastic_rounding": True},
+    {"momentum_dtype": "int8"},
+]
+FORMS: dict[str, Cut] = {
+    "rows": torch.clone,
+    "columns": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t.clone(),
+    "one row": lambda t: t[:1].expand_as(t),  # in memory, as `weight.sum()` gives them
+}
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+AROUND: list[Callable[[], Any]] = [
+    contextlib.nullcontext,
+    deterministic,
+    lambda: torch.autocast("cpu", torch.bfloat16),
+    lambda: process_default("float64"),
+    lambda: process_default("meta"),
+]
+
+
+@dataclass
+class Group:
+    """Parameters, their options, and the ranks that have them."""
+
+    specs: list[Spec]
+    options: dict[str, Any]
+    ranks: tuple[int, ...]
+
+
+def groups_in(layout: str) -> list[Group]:
+    """In a chain of ranks, the groups of matrices are replicated over one link each."""
+    sets = FAMILIES.get(layout, [(0, 1, 2, 3)])
+    cut = torch.clone if layout in (*FAMILIES, "alone") else as_in(layout)
+    made = []
+    for at, (shapes, options) in enumerate(GROUPS):
+        ranks = sets[at % len(sets)] if options is MATRIX else (0, 1, 2, 3)
+        shared = {"process_group": ranks} if layout in FAMILIES else {}
+        made.append(Group([Spec(*of, cut) for of in shapes.items()], {**options, **shared}, ranks))
+    return made
+
+
+@dataclass
+class Kept:
+    """Weights and state by name, and groups in use and out of it: all that there is to come back to."""
+
+    named: dict[str, dict[str, Any]]
+    groups: list[Group]
+    away: list[Group] = field(default_factory=list)
+    files: Path | None = None  # of a checkpoint
+    states: Any = None  # of the model and the optimizer, where there are no files
+
+
+class Sequence:
+    """A job and its reference, to which all events happen alike. All ranks draw the same ones."""
+
+    def __init__(self, seed: int, folder: Path, layout: str) -> None:
+        self.chance, self.folder, self.layout = random.Random(seed), folder, layout
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.stored, self.frozen, self.batch = self.chance.choice(STORED), set[str](), 0
+        self.now = Kept({}, groups_in(layout))
+        self._take()
+        self.now.named = whole(self._here(self.now.groups)).named()
+        self.save()
+
+    def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
+        made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
+        for options in made:
+            if not options["use_muon"]:  # what a constructor refuses of AdamW's groups
+                options.pop("momentum", None)
+                options.pop("variant", None)
+        return made
+
+    def _take(self, **changed: Any) -> None:
+        """Make the job from nothing."""
+        groups = [*self.now.groups, *self.now.away]
+        self.job = Job(self._here(groups, **changed), **self.stored)
+        for group in self.now.away:
+            self._drop(group)
+        for name, p in self.params.items():
+            p.requires_grad_(name not in self.frozen)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return {spec.name: p for p, spec in self.job.specs.items()}
+
+    def _at(self, group: Group) -> int | None:
+        """The number of a group here."""
+        firsts = [of["param_names"][0] for of in self.job.groups]
+        return firsts.index(group.specs[0].name) if self.rank in group.ranks else None
+
+    def _set(self, group: Group, **options: Any) -> None:
+        group.options.update(options)
+        if (at := self._at(group)) is not None:
+            self.job.groups[at].update(options)
+
+    def _drop(self, group: Group) -> None:
+        if (at := self._at(group)) is not None:
+            del self.job.groups[at]
+
+    def _concerned(self, *, anew: bool = False) -> bool:
+        """Draw ranks, and tell if this is one of them; if they have voted with nobody (`anew`), and no set of ranks is
+        all of them, every rank is."""
+        drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
+        return drawn or self.layout == "alone" or (anew and self.layout == "chain")
+
+    def _ruled(self, name: str) -> dict[str, Any]:
+        """What is known of a parameter, without what another optimizer, or another variant, left there."""
+        known = self.now.named[name]
+        (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
+        if ("exp_avg" in known) == options["use_muon"]:
+            return {"weight": known["weight"]}
+        stale = {*KEPT_KEYS} - {stage.key for stage in keeping(stages_of(options))}
+        return {key: value for key, value in known.items() if key not in stale}
+
+    # What a training loop does.
+
+    def backward(self, missing: bool = False) -> dict[str, Tensor]:
+        """Gradients of the job, whole."""
+        self.batch += 1
+        form, turned = self.chance.choice(list(FORMS)), self._concerned()
+        names = sorted({spec.name for group in self.now.groups for spec in group.specs} - self.frozen)
+        without = self.chance.sample(names, min(len(names), self.chance.randrange(1, 4))) if missing else []
+        grads = {}
+        for name, p in self.params.items():
+            if name in names and name not in without:
+                grads[name] = self.job.gradient(p, self.batch)
+                if form == "one row":
+                    grads[name] = grads[name][:1].repeat(len(grads[name]), *[1] * (p.ndim - 1))
+                p.grad = self.job.specs[p].cut(grads[name])
+                local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                laid = FORMS[form if turned or form == "one row" else "rows"](local)
+                if isinstance(p.grad, DTensor):
+                    p.grad._local_tensor = laid
+                else:
+                    p.grad = laid
+        return grads
+
+    def stepped(self, grads: dict[str, Tensor]) -> None:
+        """The reference's step."""
+        self.job.optimizer.zero_grad()
+        quiet = whole(self._here(self.now.groups), **self.stored)
+        for p, spec in quiet.specs.items():
+            known = self._ruled(spec.name)
+            p.data.copy_(known.pop("weight"))
+            p.grad = grads.get(spec.name)
+            if p.grad is not None and known:
+                quiet.state[p] = known
+        quiet.step()
+        self.now.named |= {name: of for name, of in quiet.named().items() if name in grads}
+
+    def compare(self) -> None:
+        """All bits are those of the reference, but for state that saving has made: zeros."""
+        made = {
+            f"{name}: {key}"
+            for name, of in self.job.named().items()
+            for key, value in of.items()
+            if key not in self.now.named[name] and not local_if_any(value).any()
+        }
+        assert {*self.job.unlike_whole(self.now.named)} <= made
+
+    # Events.
+
+    def train(self, *, missing: bool = False, around: Callable[[], Any] | None = None) -> None:
+        grads = self.backward(missing)
+        with (around or self.chance.choice(AROUND))():
+            self.job.step()
+        self.stepped(grads)
+
+    def train_without_some_gradients(self) -> None:
+        self.train(missing=True)
+
+    def train_with_options_in_other_words(self) -> None:
+        """On some ranks."""
+        before = [dict(group) for group in self.job.groups]
+        if self._concerned():
+            for group in self.job.groups:
+                lr = group["lr"]
+                group["lr"] = float(lr) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
+                if group["use_muon"]:
+                    group["ns_coefficients"] = [list(row) for row in [(3.4445, -4.7750, 2.0315)] * 5]
+                    group["betas"] = (0.5, 0.5)  # nothing that matrices depend on
+        self.train()
+        for group, old in zip(self.job.groups, before, strict=True):
+            group.update(old)
+
+    def skip_a_batch(self) -> None:
+        self.backward()
+        self.job.optimizer.zero_grad()
+
+    def interrupt_a_step(self) -> None:
+        """Ctrl-C at a random operation. Either nothing has changed, or the job must be rolled back."""
+        grads, done = self.backward(), list[bool]()
+        hook = self.job.optimizer.register_step_post_hook(lambda *_: done.append(True))
+        with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
+            self.job.step()
+        hook.remove()
+        if done:  # it had fewer operations, or torch's wrapper was interrupted behind it
+            self.stepped(grads)
+        elif self.job.optimizer.broken is not None:
+            with pytest.raises(RuntimeError, match="broken off"):
+                self.job.step()
+            with pytest.raises(ValueError, match="broken off"):
+                checkpoint.save(self.folder / "torn", self.job.model, self.job.optimizer)
+            assert not (self.folder / "torn").exists()
+            self.roll_back()
+        self.job.optimizer.zero_grad()
+
+    def refuse_a_step(self) -> None:
+        """Refuse a step by an option without a meaning."""
+        group = self.chance.choice(self.now.groups)
+        right = group.options["lr"]
+        self.backward()
+        self._set(group, lr=math.nan)
+        with pytest.raises(ValueError, match="lr"):
+            self.job.step()
+        self._set(group, lr=right)
+        self.job.optimizer.zero_grad()
+
+    def audit_a_step(self) -> None:
+        """A skipped batch or a refused step before it is not audited; the step after it checks the momentum again."""
+        check = audit(self.job.optimizer)
+        self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
+        for _ in range(2):
+            self.train(around=contextlib.nullcontext)
+            assert check.report.ok, check.report.findings
+
+    def save(self) -> None:
+        """Into files where all ranks have the same parameters, or as copies of state."""
+        both = self.job.model, self.job.optimizer
+        self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
+        if self.chance.random() < 0.3 and self.layout != "chain":
+            self.saved.files = self.folder / str(self.batch)
+            if not self.saved.files.exists():
+                checkpoint.save(self.saved.files, *both)
+        else:
+            self.saved.states = copy.deepcopy([one.state_dict() for one in both])
+
+    def _load(self) -> None:
+        for group in self.saved.groups:
+            at = self._at(group)
+            if at is not None and group.options.get("variant") is None:
+                self.job.groups[at]["variant"] = None  # else plain state is refused, so that no variant ends in silence
+        if self.saved.files:
+            checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
+        else:
+            for one, state in zip((self.job.model, self.job.optimizer), self.saved.states, strict=True):
+                one.load_state_dict(copy.deepcopy(state))
+        self.now = copy.deepcopy(self.saved)
+
+    def roll_back(self) -> None:
+        """Onto the same objects, if the groups are the same; else onto others."""
+        told = [[[spec.name for spec in group.specs] for group in kept.groups] for kept in (self.now, self.saved)]
+        self._load() if told[0] == told[1] else self.resume()
+
+    def resume(self) -> None:
+        """Resume into other objects, whose optimizer was made with other arguments."""
+        self.now = copy.deepcopy(self.saved)
+        self._take(lr=0.5, weight_decay=0.0, variant=None)
+        self._load()
+
+    def copy_the_job(self) -> None:
+        """Deeply, or by pickle."""
+        pickled = self.chance.random() < 0.5
+        if not self._concerned():
+            return
+        old, both = self.job.groups, (self.job.model, self.job.optimizer)
+        self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
+        self.job.replace(dict(self.job.model.named_parameters()))
+        for mine, theirs in zip(self.job.groups, old, strict=True):  # copies have to be told their process groups
+            mine["process_group"] = theirs["process_group"]
+
+    def swap_tensors(self) -> None:
+        """As accelerate does: param_groups get other tensors than the optimizer was made with."""
+        if not self._concerned():
+            return
+        for group in self.job.groups:
+            for at, old in enumerate(group["params"]):
+                group["params"][at] = new = nn.Parameter(old.detach().clone(), old.requires_grad)
+                self.job.replace({self.job.specs[old].name: new})
+                if old in self.job.state:
+                    self.job.state[new] = self.job.state.pop(old)
+
+    def make_the_optimizer_anew(self) -> None:
+        """Another one takes over, which has no plan."""
+        if self._concerned(anew=True):
+            kept = self.job.state
+            named = [{**group, "param_names": list(group["param_names"])} for group in self.job.groups]
+            self.job.optimizer = Muon(named, lr=0.02, **self.stored)
+            self.job.state.update(kept)
+
+    def load_its_own_state(self) -> None:
+        if self._concerned():
+            self.job.optimizer.load_state_dict(self.job.optimizer.state_dict())
+
+    def change_options(self) -> None:
+        group = self.chance.choice(self.now.groups)
+        key = self.chance.choice(["lr", "weight_decay", *(["momentum"] if group.options["use_muon"] else [])])
+        value = float(group.options[key]) * self.chance.choice((0.5, 0.9))
+        as_tensor = key == "lr" and self.chance.random() < 0.5
+        self._set(group, **{key: torch.tensor(value) if as_tensor else value})
+
+    def change_the_variant(self) -> None:
+        """Change to one, to another and back: what the first kept is gone then."""
+        group = self.chance.choice(self.now.groups)
+        if not group.options["use_muon"]:
+            return
+        first, other = self.chance.sample(VARIANTS, 2)
+        for variant in (first, other, first):
+            self._set(group, variant=variant, weight_decay=0.0 if variant == "hyperball" else 0.1)
+            self.train()
+
+    def change_the_optimizer(self) -> None:
+        """Matrices become AdamW's, then Muon's again, and start afresh; nothing of the former is in a state dict."""
+        group = self.chance.choice(self.now.groups)
+        if not group.options["use_muon"] or self.frozen & {spec.name for spec in group.specs}:
+            return
+        for use_muon in (False, True):
+            self._set(group, use_muon=use_muon, variant=None)
+            if self.chance.random() < 0.5:
+                self.job.optimizer.load_state_dict(self.job.optimizer.state_dict())
+            self.train()
+
+    def freeze_or_unfreeze(self) -> None:
+        name = self.chance.choice([spec.name for group in self.now.groups for spec in group.specs])
+        self.frozen ^= {name}
+        if name in self.params:
+            self.params[name].requires_grad_(name not in self.frozen)
+
+    def take_a_group_out(self) -> None:
+        if len(self.now.groups) < 3:
+            return
+        group = self.chance.choice(self.now.groups)
+        self._drop(group)
+        self.now.groups.remove(group)
+        self.now.away.append(group)
+        for name in {spec.name for spec in group.specs} & {*self.params}:
+            self.job.state.pop(self.params[name], None)
+            self.now.named[name] = {"weight": self.now.named[name]["weight"]}
+
+    def join_two_groups(self) -> None:
+        pairs = [(i, j) for i in self.now.groups for j in self.now.groups if i is not j and i.options == j.options]
+        if not pairs:
+            return
+        one, other = self.chance.choice(pairs)
+        if (at := self._at(one)) is not None:
+            mine, theirs = self.job.groups[at], self.job.groups[self._at(other)]  # type: ignore[index]
+            for key in ("params", "param_names"):
+                mine[key] = [*mine[key], *theirs[key]]
+        self._drop(other)
+        self.now.groups.remove(other)
+        one.specs += other.specs
+
+    def add_a_group(self) -> None:
+        if not self.now.away:
+            return
+        group = self.now.away.pop()
+        if self.rank in group.ranks:
+            params = [(spec.name, self.params[spec.name]) for spec in group.specs]
+            self.job.optimizer.add_param_group({**group.options, "params": params})
+        self.now.groups.append(group)
+
+
+class _Interrupted(TorchDispatchMode):
+    """Raises KeyboardInterrupt in place of the operation of this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+ANYWHERE: list[Callable[[Sequence], None]] = [
+    Sequence.train,
+    Sequence.train_without_some_gradients,
+    Sequence.train_with_options_in_other_words,
+    Sequence.skip_a_batch,
+    Sequence.save,
+    Sequence.roll_back,
+    Sequence.resume,
+    Sequence.copy_the_job,
+    Sequence.swap_tensors,
+    Sequence.make_the_optimizer_anew,
+    Sequence.load_its_own_state,
+    Sequence.change_options,
+    Sequence.change_the_variant,
+    Sequence.change_the_optimizer,
+    Sequence.freeze_or_unfreeze,
+    Sequence.take_a_group_out,
+    Sequence.join_two_groups,
+    Sequence.add_a_group,
+]
+ALONE = [*ANYWHERE, Sequence.interrupt_a_step, Sequence.audit_a_step, Sequence.refuse_a_step]
+
+
+def run(seeds: range, folder: Path, layout: str, length: int) -> None:
+    """Sequences of events, the first of them each event in turn; a step follows each."""
+    known = ALONE if layout == "alone" else ANYWHERE
+    for seed in seeds:
+        job, told = Sequence(seed, folder / str(seed), layout), list[str]()
+        for number in range(length):
+            for event in (job.chance.choice(known) if number else known[seed % len(known)], Sequence.train):
+                told.append(event.__name__)
+                try:
+                    event(job)
+                    job.compare()
+                except (Exception, pytest.fail.Exception, CheckpointException) as error:
+                    raise AssertionError(f"seed {seed}: {type(error).__name__} in {told}: {error}") from error
+
+
+@pytest.mark.parametrize("first", range(0, 44, 11))
+def test_no_event_leaves_anything_that_a_later_step_feels(first: int, tmp_path: Path) -> None:
+    run(range(first, first + 11), tmp_path, "alone", 6)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "all", "chain"])
+def test_nor_on_ranks_all_or_some_of_which_it_happens_to(layout: str, world4: RankPool, tmp_path: Path) -> None:
+    world4.run(run, range(len(ANYWHERE)), tmp_path, layout, 2)
