@@ -233,7 +233,7 @@ class Core:
             return
         if self.broken is not None:  # the `Core` of a host has recorded the error and closed the connections
             return
-        component = self.component or ()
+        component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
         if changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
@@ -242,6 +242,10 @@ class Core:
                 self.broken = str(error)
         if changing and len(component) > 1:
             close_lane(component)  # ranks that are waiting for this rank then fail at once
+
+    def last_voters(self) -> Ranks | None:
+        """Return the ranks of the last vote; None if there was none under the current default process group."""
+        return self.component if self.world == current_world() else None
 
     def torn(self) -> str | None:
         """Return the reason why the state may be only partly updated, with a remedy; None if the last step was
@@ -303,7 +307,7 @@ class StepCall(TableCall[Binding]):
                 self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if the group was destroyed
 
     def before(self) -> Ranks | None:
-        return self._core.component if self._core.world == current_world() else None
+        return self._core.last_voters()
 
     def known(self) -> Binding | None:
         return self._core.binding

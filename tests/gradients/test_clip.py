@@ -228,6 +228,7 @@ class Data:
         sizes = ((5, 3), (4, 3), (3, 4))
         self.rows, self.columns, self.own = ([_normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = _normal(7, 2, seed=20), _normal(2, 6, seed=21), _normal(6, 3, seed=22)
+        self.large = _normal(16, 8, seed=23)
         self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]  # sums are exact in any order
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
@@ -264,10 +265,22 @@ JOBS: dict[str, Callable[[Data], Job]] = {
     "replicas on parts of a mesh beside experts": lambda d: Job(
         _named(
             d.all_of,
-            _sharded(d.rows[0], d.mesh["a1"], Shard(0)),
+            _sharded(d.large, d.mesh["a1"], Shard(0)),
             _sharded(d.columns[d.rank // 2], d.mesh["a1"], Shard(0)),
         ),
-        _norm_of(d.shared, d.rows[0], *d.columns[:2]),
+        _norm_of(d.shared, d.large, *d.columns[:2]),
+    ),
+    "experts with an element that is equal": lambda d: Job(
+        _named(
+            d.all_of,
+            _sharded(torch.ones(1), d.mesh["a1"], Replicate()),
+            _sharded(d.columns[d.rank // 2], d.mesh["a1"], Shard(0)),
+        ),
+        _norm_of(d.shared, torch.ones(2), *d.columns[:2]),
+    ),
+    "replicas in another order": lambda d: Job(
+        _named(d.all_of, *(_param(t, t.clone()) for t in (d.rows[0], d.own[0])[:: -1 if d.odd else 1])),
+        _norm_of(d.shared, d.rows[0], d.own[0]),
     ),
     "equal parts of one tensor": lambda d: Job(
         _named(d.all_of, _sharded(torch.ones(4, 3), d.mesh["a1"], Shard(0))), _norm_of(d.shared, torch.ones(4, 3))

@@ -29,10 +29,13 @@ import shardmuon.comm.vote
 import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.comm.groups import MADE
-from shardmuon.errors import UNCHANGED
+from shardmuon.comm.lanes import close_lane
+from shardmuon.comm.vote import Ballot, Flag, Phase
+from shardmuon.errors import REMEDY, UNCHANGED
 from shardmuon.plan.turns import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
+from shardmuon.testing import RankPool
 
 NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
 PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # seconds
@@ -327,3 +330,29 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
             for one in (job, twin):
                 one.step()
             assert unlike(job.held(), twin.held()) == []
+
+
+# ----------------------------------------------------------------------------------------- a step in another process
+
+
+def _first_vote_fails(optimizer: Muon) -> None:
+    """Rank 1 leaves after its first vote."""
+    group, ranks = optimizer.param_groups[0], (0, 1)
+    group["process_group"] = dist.group.WORLD
+    group["params"][0].grad = torch.ones(4, 3)
+    if dist.get_rank() == 1:
+        shardmuon.comm.vote.vote(Ballot(Phase.DISCOVER, Flag.STALE), ranks)
+        close_lane(ranks)
+        return
+    with pytest.raises(ExchangeError, match="does not answer"):
+        optimizer.step()
+    assert optimizer.broken is not None and optimizer.broken.endswith(REMEDY)
+
+
+def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
+    """Pickles have the ranks of the last vote, which mean nothing in another process."""
+    optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
+    optimizer.step()
+    assert optimizer.component == (0,)
+    world2.run(_first_vote_fails, optimizer)

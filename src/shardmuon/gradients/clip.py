@@ -9,7 +9,8 @@ rank, or an error on every rank.
     or a rank's own. DTensors on some of the ranks, such as one data-parallel axis of a mesh, may have replicas on the
     others (layers that tensor parallelism does not shard) or not (experts, pipeline stages). The gradients of such
     tensors are called loose. They are treated as replicas, and count once, if ranks with the same position in their
-    sets of ranks have equal norms of all those of one shape together.
+    sets of ranks have equal norms of all those of one shape together. A shape with few elements is a replica only if
+    the norms of all loose gradients on its set of ranks are equal, too: norms of few elements may be equal by chance.
 
     Ranks that share other parameters must have equal loose gradients of plain tensors, since unequal ones are probably
     replicas that were not averaged. This does not apply if all of these ranks are in one `process_group`.
@@ -143,6 +144,7 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
 
 _Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
+_FEW = 64  # elements per rank; norms of fewer bf16 elements are often equal by chance (of one: in 1 of 500 pairs)
 _ALIGN = 1  # bit in the vote: some gradients must be redistributed first
 _OPTIONS = ("process_group", "tp_group")
 # name, id, options and engine (layout adapter) of a parameter, and the engine's summary of the parameter's layout
@@ -247,7 +249,7 @@ class _Counted(NamedTuple):
         own: Norm of the elements that no other rank counts.
         loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]), a fingerprint and
             the norm of this rank's part of them. Replicas have equal fingerprints.
-        plain: Fingerprints of the loose gradients of plain tensors.
+        plain: Fingerprints of the loose gradients of plain tensors, sorted.
     """
 
     own: float = 0.0
@@ -314,14 +316,7 @@ class _Clipping(TableCall[_BoundGradients]):
             with about(one.name):
                 self._read_one(number, kept)
         if self.fault.text is None and MISPLACED not in self.states:
-            own, found, plain = {n: local for n, local in self.held.items() if n in kept.counted}, [], []
-            for (ranks, shape), numbers in kept.loose.items():
-                norm = norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
-                if norm:
-                    code = digest_of((ranks.index(my_rank()), shape, norm))
-                    found.append((code, norm))
-                    plain += [code] if len(ranks) == 1 else []
-            self.counted = _Counted(norm_of(list(own.values()), self.norm_type), tuple(found), tuple(plain))
+            self.counted = self._count(kept)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
         said = {ranks: digest_of((kept.token, self.text, self._compared(kept, ranks))) for ranks in sets}
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
@@ -339,6 +334,21 @@ class _Clipping(TableCall[_BoundGradients]):
             check_can_align(param, weight)
         elif local.numel():
             self.held[number] = local
+
+    def _count(self, kept: _BoundGradients) -> _Counted:
+        """Compute the norms of the gradients that this rank counts."""
+        own = {n: local for n, local in self.held.items() if n in kept.counted}
+        norms, found, plain = dict[tuple[Ranks, Ints], float](), list[tuple[bytes, float]](), list[bytes]()
+        for key, numbers in kept.loose.items():
+            norms[key] = norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
+        for (ranks, shape), norm in norms.items():
+            facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
+            if math.prod(shape) * len(kept.loose[ranks, shape]) < _FEW * len(ranks):
+                facts += (combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
+            if norm:
+                found.append((digest_of(facts), norm))
+                plain += [found[-1][0]] if len(ranks) == 1 else []
+        return _Counted(norm_of(list(own.values()), self.norm_type), tuple(found), tuple(sorted(plain)))
 
     def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
         """Return, as bytes, the states of the gradients that must exist on all of these ranks or on none."""

@@ -64,10 +64,10 @@ def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     check_gram_dtype(dtype)
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        slope *= a
+        slope = max(slope, 1.0) * abs(a)  # each step rounds anew, so a step that shrinks does not offset later ones
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
-            slope = a
+            slope = abs(a)
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.vote import Fault, run_together
+from shardmuon.comm.vote import Fault, current_world, run_together
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
@@ -272,7 +272,7 @@ class DeepSpeedHost(Host):
         try:
             # a training step begins: see [Note: one vote before the first call]
             if self._num_stepped in (0, len(self._flats)):
-                self._num_stepped, core.component = 0, tuple(range(num_ranks()))
+                self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
                 self._unchecked = False
             progress.changing = True
