@@ -1,5 +1,5 @@
-"""Make models whose parameters have shapes but no values, from a preset, a Hugging Face configuration, a function or the
-user's module.
+"""Make models whose parameters have shapes but no values, from a preset, a Hugging Face configuration, a function or
+the user's module.
 
 [Note: what works on a token]
     Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
@@ -215,9 +215,9 @@ _DECODER: Mapping[str, Any] = {
 }
 
 
-# Parameters of a decoder in the model's order, as (conditions, name, dims). Conditions and dims are keys of the dict that
-# `_words` returns. Names in `_LAYER` are relative to model.layers.N. "plain" is GPT-2's layer, whose weights are stored
-# as (inputs, outputs), with q, k and v fused along the columns.
+# Parameters of a decoder in the model's order, as (conditions, name, dims). Conditions and dims are keys of the dict
+# that `_words` returns. Names in `_LAYER` are relative to model.layers.N. "plain" is GPT-2's layer, whose weights are
+# stored as (inputs, outputs), with q, k and v fused along the columns.
 _FIRST = (
     ("", "model.embed_tokens.weight", "vocab width"),
     ("plain", "model.embed_positions.weight", "positions width"),
@@ -259,8 +259,8 @@ _LAYER = (
     ("dense", "mlp.gate_proj.weight", "inner width"),
     ("dense", "mlp.up_proj.weight", "inner width"),
     ("dense", "mlp.down_proj.weight", "width inner"),
-    # Router; experts as 3-D stacks (in gpt-oss, the columns of gate and up are interleaved in one stack); shared experts
-    # as one dense layer
+    # Router; experts as 3-D stacks (in gpt-oss, the columns of gate and up are interleaved in one stack); shared
+    # experts as one dense layer
     ("experts", "mlp.router.weight", "experts width"),
     ("experts router_bias", "mlp.router.bias", "experts"),
     ("experts biased", "mlp.experts.gate_up_proj", "experts width 2each"),
