@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return cast(int, args.run(args))
-    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # caused by the user's arguments or model
+    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # from user arguments or the model
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 

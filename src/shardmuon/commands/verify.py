@@ -101,8 +101,8 @@ def _slots() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of all layouts. Returns exit status 0 if each layout's results are bitwise equal to the reference,
-    else 1."""
+    """Print the table of all layouts. Returns exit status 0 if the results of each layout are bitwise equal to the
+    reference, else 1."""
     if args.slots:
         return _slots()
     if args.ranks < 1:

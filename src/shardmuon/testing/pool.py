@@ -69,7 +69,7 @@ _PRELOADED = [  # modules that cannot be imported are skipped
 _START_TIMEOUT = 180.0  # seconds in which to import torch (once per parent process) and connect the ranks
 _GRACE = 5.0  # seconds to wait for further failures after the first, so that the error names all failed ranks
 _STACK_TIMEOUT = 1.0  # seconds to wait until a hung rank sends its stack
-_MAX_OPEN_FILES = 400  # per rank; torch closes the files of a process group only when the process ends
+_MAX_OPEN_FILES = 400  # per rank; torch frees the files and the 2 threads of a group only when the process ends
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             kwargs: Keyword arguments, likewise.
 
         Raises:
-            RankError: On some rank, `fn` raised an exception or hung, or the process died. All ranks are killed, because
-                the others may be stuck in a collective, and the next call starts new ones.
+            RankError: On some rank, `fn` raised an exception or hung, or the process died. All ranks are killed,
+                because the others may be stuck in a collective, and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
         return cast("list[_T]", self._call(_GRACE, False, fn, args, kwargs))
@@ -192,7 +192,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self._receive(started, _START_TIMEOUT, _GRACE, catching=False)
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the rank is dead, which `_receive` reports
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` reports it
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
         except BaseException:  # after e.g. Ctrl-C, late replies would be taken for those of the next call
@@ -300,7 +300,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
     gc.freeze()
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process, but the parent handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     calls: SimpleQueue[bytes] = SimpleQueue()
     sending = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, sending, threading.get_ident()), daemon=True).start()
