@@ -78,7 +78,7 @@ def momentum_of(
     grad: Tensor,
     a: Arithmetic,
 ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
-    """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before any stage.
+    """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before stages.
 
     Both are bitwise equal to the live step's, because the bits of a `lerp` do not depend on how a tensor is sharded.
     """
@@ -93,8 +93,8 @@ def orthogonalized(
     *,
     nudged: bool = False,  # True: do not round the input to the wire dtype, which would undo its tiny perturbation
 ) -> Tensor:  # (rows, cols) fp64
-    """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the wire dtype, unless a
-    stage runs on it before it is sent."""
+    """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the wire dtype, unless
+    a stage runs on it before it is sent."""
     s, c = a.settings, a.choice
     # Stages before the orthogonalizer run after the input has been sent, so their result is not rounded to `wire`.
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
@@ -157,8 +157,8 @@ def recovered_update(
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# A stage's formula: a function from the stage, a matrix and the values that the stage stores for it to two fp64 tensors.
-# These are the factor by which the matrix is multiplied (it broadcasts to the matrix) and the new stored values.
+# A stage's formula: a function from the stage, a matrix and the values that the stage stores for it to two fp64
+# tensors. These are the factor by which the matrix is multiplied (it broadcasts to the matrix) and the new values.
 _Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
