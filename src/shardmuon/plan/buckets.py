@@ -140,9 +140,9 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield the ways to divide matrices into buckets that are to be compared. The matrices are first divided into waves,
-    each with matrices of all owners, for several numbers of waves. Then each wave becomes one bucket, or is divided
-    further by owners."""
+    """Yield the ways to divide matrices into buckets that are to be compared. The matrices are first divided into
+    waves, each with matrices of all owners, for several numbers of waves. Then each wave becomes one bucket, or is
+    divided further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)

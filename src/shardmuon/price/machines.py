@@ -12,7 +12,8 @@ class Machine(NamedTuple):
 
     Attributes:
         name: Name in printed plans.
-        shares: Fraction of the peak, in thousandths, that products of matrices reach, by their short side (see `SIDES`).
+        shares: Fraction of the peak, in thousandths, that matrix products reach, for each range of short sides in
+            `SIDES`.
         half, single, double: Peak GFLOP/s of dense matrix products in 16, 32 and 64 bits.
         memory: Memory bandwidth in MB/s, reads and writes together.
         link, network: MB/s of an all-to-all in one direction, inside a node and between nodes.
