@@ -358,7 +358,7 @@ class Scaler(TableCall[_Bound]):
         return list(found.values())
 
     def _check_may_be_scaled(self, layer: Attention, weight: Weight, param: Tensor) -> None:
-        """Raise ValueError if scaling a weight is not possible or useless: if its queries or keys are normalized, it is
+        """Raise ValueError if a weight cannot usefully be scaled: its queries or keys are normalized afterwards, it is
         frozen, or its optimizer variant preserves its norm."""
         stages = stages_of(weight.group) if weight.group.get("use_muon") else ()
         reasons = {

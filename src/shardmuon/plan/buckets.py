@@ -26,7 +26,7 @@ _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
-_OF_MOMENTUM = 32  # a bucket that is not exchanged may have 1/32 of the bytes of its rank's fp32 momentum
+_OF_MOMENTUM = 32  # a bucket that is not exchanged may have at most 1/32 of the bytes of its rank's fp32 momentum
 _NO_DEARER = 102  # a choice that needs less memory may take up to this percentage of the shortest time
 
 _Share = list[Item]  # the matrices of a bucket
@@ -50,7 +50,8 @@ class Way(NamedTuple):
 
 
 def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Way:
-    """Choose the buckets with the least estimated time for the matrices of a set of ranks, whose owners are given."""
+    """Choose the buckets with the least estimated time for the matrices that a set of ranks shares. The ranks that
+    orthogonalize the matrices (owners) are already chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -105,8 +106,8 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Split matrices that are not exchanged into buckets: into as few as memory allows, but on a CPU into buckets that
-    fit in its cache."""
+    """Divide matrices that are not exchanged into buckets. There are as few buckets as memory allows, but on a CPU,
+    each bucket is small enough for the cache."""
     of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
     least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
     most = (policy.bucket_bytes or least) // alike.itemsize

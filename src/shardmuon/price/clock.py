@@ -122,8 +122,8 @@ def run(
         first: Seconds before the first bucket, for host work and the ranks' vote.
         last: For each rank, seconds after its last bucket, for AdamW.
         overlap: Share of an exchange that can overlap with computation, from 0 to 1.
-        order: Function that yields a rank's operations in order. Its argument has a bool for each bucket: True if the
-            bucket has a relay.
+        order: Generator function that yields a rank's operations in order. Its argument has a bool for each bucket:
+            True if the bucket has a relay.
 
     Returns:
         The timeline of each rank.

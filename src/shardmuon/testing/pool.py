@@ -257,11 +257,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return ordered, most_open_files
 
 
-@lru_cache(maxsize=3)  # a rank takes up to 300 MB
+@lru_cache(maxsize=3)  # only a few pools, because a rank takes up to 300 MB of memory
 def get_pool(world_size: int) -> RankPool:
     """Return this process's gloo pool with `world_size` ranks. The pools of the 3 sizes used last are cached. The ranks
     of any other pool end as soon as nothing refers to the pool."""
-    return RankPool(world_size, timeout=120.0)  # other processes may share the cores
+    return RankPool(world_size, timeout=120.0)  # long, because other processes may use the same cores
 
 
 def preload(module: str) -> None:
