@@ -1,17 +1,17 @@
-"""QK-clip: measure the largest attention logits of a model as it trains, and scale the weights of queries and keys
+"""QK-clip: measure the largest attention logits of a model during training, and scale the weights of queries and keys
 after each step (scaling.py).
 
 [Note: what is measured]
-    The logit of a query and a key is their product times the softmax scale, where the mask lets the query see the key.
-    A bias that a mask adds does not count, since no weight of q or k produces it. Products are computed in fp32 (in
-    fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced. At most one chunk of the matrix of
-    logits is in memory at a time.
+    The logit of a query and a key is their dot product times the softmax scale. Pairs that the mask hides do not count,
+    and neither does a bias that a mask adds, since it does not come from the weights of q and k. Products are computed
+    in fp32 (in fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced. At most one chunk of the
+    matrix of logits is in memory at a time.
 
 [Note: where it is measured]
-    Inside a layer's forward, a `TorchFunctionMode` intercepts the functions of `_MEASURES`, under any name they were
-    imported as, with their arguments: queries and keys after rotation, caching and repetition. Attention written out in
-    torch operations ends in a softmax over the logits themselves (transformers' "eager"). Kernels that are not torch
-    functions (flash-attn's) are not seen.
+    During a layer's forward, a `TorchFunctionMode` intercepts the functions in `_MEASURES`, under whatever name the
+    layer has imported them. Their arguments are the queries and keys after rotation, caching and repetition. Attention
+    that is written out in torch operations (transformers' "eager") is measured at its softmax, whose argument is the
+    logits. Kernels that are not torch functions (flash-attn's) cannot be intercepted.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from shardmuon.host import creates_state_only
 from shardmuon_qkclip.layers import Attention, Holder, attention_layers, find_holders
 from shardmuon_qkclip.scaling import LayerLogits, Scaler, host_of
 
-_CHUNK = 1 << 24  # logits that are computed at a time
+_CHUNK = 1 << 24  # number of logits that are computed at a time
 
 
 class LogitReport(NamedTuple):
-    """Logits and scaling of the last measured step.
+    """Largest logits in the last measured step, and the factors by which they were scaled.
 
     Attributes:
-        step: Number of that step, counted from 1; 0 before the first one.
+        step: Number of that step, counted from 1; 0 before the first measured step.
         tau: Largest allowed logit.
-        layers: Logits and gains of each layer, as tensors on the weights' device.
+        layers: Largest logits and factors (gains) of each layer, as tensors on the weights' device.
     """
 
     step: int
@@ -53,12 +53,12 @@ class LogitReport(NamedTuple):
 
     @property
     def max_logit(self) -> float:
-        """Largest logit of all layers in that step; -inf before the first one. Waits for the accelerator."""
+        """Largest logit of all layers; -inf before the first measured step. Reading it waits for the accelerator."""
         return max((float(layer.maxima.max()) for layer in self.layers), default=-math.inf)
 
     @property
     def num_clipped(self) -> int:
-        """Number of key heads whose weights were scaled. Waits for the accelerator."""
+        """Number of key heads whose weights were scaled. Reading it waits for the accelerator."""
         return sum(int((layer.gains < 1.0).sum()) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -79,34 +79,35 @@ class QKClip:
     scaled like weights. (Kimi K2, https://arxiv.org/abs/2507.20534; Megatron's `clip_qk`.) The scaled weights have
     the same bits as in one process, however they are sharded.
 
-    Scaling runs at the end of each `optimizer.step()`. It is collective and does not wait for the accelerator. So
-    frameworks that step copies of the weights (DeepSpeed's ZeRO, Megatron) pass on weights that are already scaled, and
-    the optimizer's groups say which ranks hold replicas of plain tensors. An error on one rank, or a difference between
-    ranks, is a RuntimeError of that step on every rank: the step is complete, and nothing has been scaled.
+    Scaling runs at the end of each `optimizer.step()`. So frameworks that step copies of the weights (DeepSpeed's ZeRO,
+    Megatron) copy weights that are already scaled. Scaling is collective and does not wait for the accelerator. The
+    optimizer's groups determine which ranks hold replicas of plain tensors. If an error occurs on one rank, or ranks
+    differ, `step()` raises a RuntimeError on every rank. The step is then complete, but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: The optimizer that steps the model's weights, with their names. Of Megatron's ChainedOptimizer, the
-            member with the matrices.
+        optimizer: The optimizer that steps the model's weights. It must know their names. For Megatron's
+            ChainedOptimizer, pass the member that has the matrices.
         tau: Largest allowed logit. With math.inf, logits are only measured.
         alpha: The queries' share of the factor, in [0, 1].
-        every: Interval in steps. Measures and scales in the first step, then once per interval; other steps cost
-            nothing.
-        layers: Layers to measure and scale, each with the name of its module. Default: all that `attention_layers`
+        every: Interval in steps. Logits are measured and weights scaled in the first step, and then once per interval.
+            Other steps cost nothing.
+        layers: Layers to measure and scale, each named like its module. Default: all layers that `attention_layers`
             finds.
-        logits: Optional function that replaces the hooks, for kernels that return the largest logits
-            (TransformerEngine's max_logit) and for compiled models. It returns layer name -> (num_heads,), the largest
-            logit of each head since its last call, after the softmax scale; -inf or a missing layer: not measured.
-        process_group: Ranks that train the same weights on other batches, beyond those that share the weights: for
-            plain tensors the data- and context-parallel group, unless the optimizer has it.
+        logits: Optional function that replaces the hooks, for compiled models and for kernels that return the largest
+            logits (TransformerEngine's max_logit). It returns a mapping from layer names to (num_heads,) tensors: the
+            largest logit of each head since the function's last call, after the softmax scale. Heads with -inf, and
+            layers that are missing, count as not measured.
+        process_group: Ranks that train the same weights on other batches, if the weights' sharding does not show it.
+            For plain tensors, it is the data- and context-parallel group, unless the optimizer has this group already.
 
     Attributes:
         layers: The layers that are measured and scaled.
         report: `LogitReport` of the last measured step.
 
     Raises:
-        ValueError: No attention was found, a layer cannot be clipped, or one of its weights is not in the optimizer.
-            The message says why, and what to write.
+        ValueError: No attention layer was found, a layer cannot be clipped, or one of its weights is not in the
+            optimizer. The message says why, and what to write.
 
     Examples:
         >>> from shardmuon import Muon
@@ -150,8 +151,8 @@ class QKClip:
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
         if host_of(optimizer) is None:
             self._scaler.find()
-        self._pending: dict[str, Tensor] = {}  # layer -> maxima since the last step
-        self._has_reduced = False  # True after the reduction of the current step, which may take several calls
+        self._pending: dict[str, Tensor] = {}  # layer name -> largest logits since the last step
+        self._has_reduced = False  # True once this step's maxima are reduced; a step may take several calls
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []
         for layer in self.layers if logits is None else ():
@@ -170,8 +171,8 @@ class QKClip:
             handle.remove()
 
     def reset(self) -> None:
-        """Discard the logits measured since the last step. Loading optimizer state does this, too; call it
-        yourself if only the model's weights are changed other than by a step."""
+        """Discard the logits measured since the last step. Loading optimizer state does this automatically. Call this
+        method if you change the model's weights in any other way, for example by loading only the model."""
         self._pending.clear()
         self._has_reduced = False
 
@@ -182,7 +183,7 @@ class QKClip:
 
         @never_compiled
         def before(called: nn.Module, args: Any) -> None:
-            if called is module and self._is_measured and torch.is_grad_enabled():  # copies of a module share its hooks
+            if called is module and self._is_measured and torch.is_grad_enabled():  # a copied module has the same hooks
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 
@@ -196,18 +197,19 @@ class QKClip:
 
     @property
     def _is_measured(self) -> bool:
-        """True if logits of the current or the next step are measured."""
+        """True if logits are measured for the step in progress, or between steps for the next step."""
         return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor) -> None:
-        """Merge the maxima of one forward pass into a layer's. For each head the largest finite logit counts, if there
-        is one: batches with non-finite logits are skipped."""
+        """Merge the largest logits of one forward pass into those that the layer has since the last step. For each
+        head, the largest finite logit counts, if there is any, so batches with non-finite logits are skipped."""
         seen = torch.stack([maxima, self._pending.get(name, maxima)])
         finite = seen.masked_fill(~seen.isfinite(), -math.inf).amax(dim=0)
         self._pending[name] = torch.where(finite.isfinite(), finite, seen.amax(dim=0))
 
     def _of_all_heads(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
-        """Maxima of all heads, from this rank's heads (others get -inf) or from a flat dim of batch times heads."""
+        """Convert measured maxima to one maximum for each head of the layer. They may cover only this rank's heads
+        (other heads get -inf), or have a single dim for batch and heads."""
         here, total = len(maxima), layer.num_heads
         if here and here % total == 0:  # (batch * heads, L, S)
             return maxima.view(-1, total).amax(dim=0)
@@ -224,8 +226,8 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Indices of the parts of the heads that this rank may hold: by the weight's sharding in the forward pass if it
-        is a DTensor, else by the groups' tp_group."""
+        """Find out which of `num_parts` equal parts of the heads this rank may compute. Returns their indices, from the
+        sharding of the weight if it is a DTensor in the forward pass, otherwise from the groups' tp_group."""
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
         live = attrgetter(below[0])(holder.module) if below else None
@@ -256,7 +258,7 @@ class QKClip:
                 self._conclude(done)
 
     def _conclude(self, done: tuple[LayerLogits, ...]) -> None:
-        """Finish a training step: count it, warn of layers that were not measured, and update the report."""
+        """Finish a training step: count it, warn about layers that were not measured, and update the report."""
         self._num_steps += 1
         missing = [layer.name for layer in done if layer.name not in self._pending]
         if missing and not self.report.step and self._measure is None:
@@ -284,16 +286,18 @@ def _largest_logits(
     attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: hidden
     is_causal: bool = False,
     chunk: int = _CHUNK,
-) -> Tensor:  # (H,), fp32; -inf for a head that sees nothing
-    """The largest logit of each head over batch and positions.
+) -> Tensor:  # (H,), fp32; -inf for a head whose logits are all hidden by the mask
+    """Compute the largest logit of each head over all batches and positions.
 
     Args:
-        query: As `torch.nn.functional.scaled_dot_product_attention` takes it; of a DTensor, this rank's part is used.
-        key: Likewise; with fewer heads if several query heads share one.
+        query: Queries as for `torch.nn.functional.scaled_dot_product_attention`. For a DTensor, this rank's part is
+            used.
+        key: Keys, likewise. They have fewer heads than the queries if several query heads share a key head.
         scale: Scale of the softmax. Default: 1 / sqrt(E).
-        attn_mask: As in that function. Values that a float mask adds are not counted, see [Note: what is measured].
-        is_causal: If True, query i sees keys 0 to i only.
-        chunk: Number of logits to compute at a time, but at least one row of each head.
+        attn_mask: Mask as for the same function. Values that a float mask adds to logits are ignored, see
+            [Note: what is measured].
+        is_causal: If True, query i sees only keys 0 to i.
+        chunk: Number of logits to compute at a time. At least one row of each head is computed.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
@@ -323,7 +327,8 @@ def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf if there
 
 
 def _is_hidden(mask: Tensor) -> Tensor:
-    """True where a mask hides a key from a query: where it is False, -inf, or about the lowest value of its dtype."""
+    """Return a bool mask that is True where a mask hides a key from a query, that is, where the mask is False, -inf, or
+    close to the lowest value of its dtype."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
@@ -358,10 +363,10 @@ _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
 
 
 class _Watch(TorchFunctionMode):
-    """A context that observes one layer's attention, see [Note: where it is measured].
+    """A context that measures the logits of one attention layer, see [Note: where it is measured].
 
     Args:
-        found: Function to call with the maxima of the heads, for each call that is seen.
+        found: Function that is called with the largest logit of each head, for each intercepted call.
     """
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:

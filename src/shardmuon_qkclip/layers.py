@@ -1,17 +1,19 @@
-"""Attention layers: the rows of weights that produce queries and keys, and a search for a model's layers by the
-parameters and attributes of its modules. Imports no framework.
+"""Describe attention layers by the rows of weights that produce queries and keys, and find a model's attention layers
+by the parameters and attributes of its modules. No framework is imported.
 
-Words: a *layer* is one attention layer; a *head* is a query head; a *group* is the query heads that share one key head;
-a *role* is the use of some rows: "q" and "k" are scaled against each other, "q_pe" are query rows whose keys all heads
-share (rotary keys of multi-head latent attention), "" is anything else (values, gates).
+A *layer* is an attention layer. A *head* is a query head. A *group* is the query heads that share one key head. A
+*role* says what rows of a weight produce: "q" and "k" are queries and keys, which share the scaling; "q_pe" are the
+rows of queries whose keys all heads share (rotary keys in multi-head latent attention); "" is anything else (values,
+gates).
 
-Known forms:
+Supported forms:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
                   (BERT, ViT), with the head size as an attribute
     fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
                   Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
-                  linear_q_proj: the queries' rotary part is scaled by g, the rotary keys are not scaled
+                  linear_q_proj; the queries' rotary part is scaled by the whole factor g, because the rotary keys are
+                  not scaled
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class Rows:
 
     Attributes:
         weight: The parameter's name.
-        parts: (role, number of rows) of each block in one repeat, in order.
-        repeats: Number of times that the blocks repeat: once for [all q, all k, all v], the number of heads for
-            [q, k, v of head 0, q, k, v of head 1, ..].
+        parts: (role, number of rows) of each block of rows, in order.
+        repeats: Number of times that this sequence of blocks repeats: 1 for [all q, all k, all v], the number of heads
+            for [q, k, v of head 0, q, k, v of head 1, ..].
         dim: Dim of the parameter along which the rows run: 1 for a weight that is stored transposed (`x @ W`).
 
     Raises:
@@ -67,11 +69,12 @@ class Rows:
             )
 
     def num(self, *roles: _Role) -> int:
-        """Number of rows of these roles; of all roles if none is given."""
+        """Count the rows with these roles; all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # (num(),)
-        """Factor of each row. `of_heads` has the factors of a role's heads, which divide its rows evenly, in order."""
+        """Compute the factor of each row. `of_heads` has the factors of each role's heads, in order. The heads of a
+        role have equal numbers of rows."""
         parts = [(of_heads[role], self.repeats * size) for role, size in self.parts]
         columns = [heads.repeat_interleave(num // len(heads)).view(self.repeats, -1) for heads, num in parts]
         return torch.cat(columns, dim=1).flatten()
@@ -82,12 +85,12 @@ class Attention:
     """One attention layer.
 
     Attributes:
-        name: The layer's name, as in the mapping of maxima.
+        name: Name of the layer's module, which identifies the layer in measured logits.
         num_heads: Number of query heads.
         num_groups: Number of key heads; equal to `num_heads` unless several query heads share one.
         rows: The parameters that produce queries and keys, biases included.
-        normed: Names of modules that normalize queries or keys after their projection; "" if there is none. With such
-            a norm, scaling the weights does not change the logits.
+        normed: Names of modules that normalize queries or keys after their projection; "" if there are none. After a
+            norm, scaling the weights would not change the logits.
 
     Raises:
         ValueError: The numbers of heads and rows do not fit together, or no parameter has rows of q, or of k.
@@ -116,8 +119,8 @@ class Attention:
 
 _DEEPSEEK = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MEGATRON = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# Names of the projections of queries and of keys; for latent attention also the attributes with the sizes of a head:
-# non-rotary part, rotary part, value.
+# Names of the modules that project queries and keys. For latent attention, also the names of the attributes that hold
+# the sizes of a head's non-rotary part, rotary part and value.
 _PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("q_b_proj", "kv_b_proj", _DEEPSEEK),
     ("q_proj", "kv_b_proj", _DEEPSEEK),
@@ -142,8 +145,9 @@ class Holder(NamedTuple):
 
     Attributes:
         name: Name of the module, without the parts that wrappers insert.
-        module: The module; for a wrapper and the module inside it, the inner one.
-        weights: Name of each parameter at or below the module, relative to it -> the parameter and its place.
+        module: The module itself; if it is wrapped, the inner module.
+        weights: Parameters of the module and its submodules, with their places in the model. The keys are names
+            relative to the module.
     """
 
     name: str
@@ -151,20 +155,21 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def shape(self, below: str) -> Ints:
-        """Global shape of a parameter; (0,) if it is unknown (plain tensor-parallel shards)."""
+        """Return the global shape of a parameter; (0,) if it is unknown (plain tensor-parallel shards)."""
         param, place = self.weights[below]
         shape, unknown = logical_shape(param, place.module)
         return (0,) if unknown else shape
 
     def number(self, *names: str) -> int:
-        """The first positive integer among these attributes of the module or its config, else 0."""
+        """Return the first positive integer among these attributes of the module or its config; 0 if there is none."""
         owners = (self.module, getattr(self.module, "config", None))
         values = (getattr(owner, name, None) for name in names for owner in owners)
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
 
 def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
-    """Find the attention layers of a model, in the model's order, for `QKClip(layers=)`, as they are or modified.
+    """Find the attention layers of a model, in the model's order. The result, possibly edited, can be passed to
+    `QKClip(layers=)`.
 
     Args:
         model: The model; may be wrapped or sharded.
@@ -177,7 +182,7 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
 
 
 def find_holders(model: nn.Module) -> dict[str, Holder]:
-    """Find every module that has parameters, its own or its submodules', by name."""
+    """Find every module that has parameters itself or in its submodules. The keys of the result are module names."""
     found: dict[str, Holder] = {}
     for param, places in find_places(model):
         for place in places:
@@ -188,11 +193,12 @@ def find_holders(model: nn.Module) -> dict[str, Holder]:
 
 
 def _layer_in(holder: Holder) -> Attention | None:
-    """The layer of a module, by the parameters that make its queries and keys; None if it has none of its own.
+    """Describe the attention layer that a module implements, by the parameters that produce its queries and keys.
+    Returns None if the module has no such parameters.
 
     Raises:
-        ValueError: Logits of this type cannot be seen, a weight looks like fused queries and keys of an unknown type,
-            or sizes are unknown or do not fit.
+        ValueError: Logits of this type of module cannot be measured, a weight looks like fused queries and keys of an
+            unknown type, or sizes are unknown or do not fit.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):
@@ -217,7 +223,7 @@ def _layer_in(holder: Holder) -> Attention | None:
         preset = find_preset(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
-            if len(sizes) == 3:  # 4 sizes are q, k, v, z of other layers; 2 are k, v of cross-attention
+            if len(sizes) == 3:  # 4 sizes: q, k, v, z of another kind of layer; 2 sizes: k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 return _layer(holder, {below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
         if is_of_child and preset is None and "q" in (fused_parts(below) or ()):
@@ -231,17 +237,17 @@ def _layer_in(holder: Holder) -> Attention | None:
 def _layer(
     holder: Holder, of_weights: Mapping[str, _Parts], repeats: int = 1, dim: int = 0, size: int = 0
 ) -> Attention:
-    """Make the layer of a module.
+    """Make the description of a module's attention layer.
 
     Args:
-        holder: The module.
-        of_weights: Name of each weight of queries and keys, relative to the module -> parts as in `Rows`; unknown
-            sizes are 0.
-        repeats, dim: See `Rows`.
-        size: Number of rows of role "q" in a head, where the weights tell; else 0.
+        holder: The module with its parameters.
+        of_weights: Name of each weight of queries and keys, relative to the module -> blocks of rows, as in
+            `Rows.parts`. Unknown sizes are 0.
+        repeats, dim: Attributes of `Rows` for all these weights.
+        size: Number of rows with role "q" in a head, if the weights show it; otherwise 0.
 
     Raises:
-        ValueError: A size is unknown, or does not fit.
+        ValueError: A size is unknown, or sizes do not fit together.
     """
     sizes = {role: num for parts in of_weights.values() for role, num in parts}
     num_q, num_k, heads = repeats * sizes["q"], repeats * sizes["k"], holder.number(*_HEADS)

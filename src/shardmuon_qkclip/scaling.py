@@ -1,28 +1,31 @@
-"""Scale rows of sharded weights by the largest logits of all ranks. The rows are located once, then each step makes one
-reduction.
+"""Scale rows of sharded query and key weights, depending on the largest attention logits over all ranks. The rows are
+located once. After that, each step does one reduction.
 
 [Note: the rule]
-    Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
-    multi_latent_attention.py). S is the largest logit of a head, or of all heads in its group if they share keys:
+    The rule is that of Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py
+    and multi_latent_attention.py). S is the largest logit of a head, or of all heads in its group if they share keys:
 
         g = tau / S if S > tau, else 1
         q rows <- g^alpha,  k rows <- g^(1 - alpha),  q_pe rows <- g,  shared rotary keys unchanged
 
-    so that the head's logits shrink by the factor g. A non-finite maximum says nothing about the weights: g = 1.
+    so that the head's logits shrink by the factor g. If S is not finite, g = 1, since S then shows nothing about the
+    weights.
 
 [Note: exact on any sharding]
-    A weight is multiplied elementwise by factors that every rank computes alike, from maxima that are equal on every
-    rank after a reduction by max, whose order does not matter. So each rank scales what it stores, and the bits are
-    those of one process. A layout table says where the pieces lie; all ranks make it together and cache it.
+    The maxima are reduced by max, whose order does not matter, so they are equal on every rank. Every rank computes the
+    same factors from them, and multiplies the elements that it stores. So the scaled weights have the same bits as in
+    one process. A layout table lists the elements that each rank stores. All ranks make it together and cache it.
 
 [Note: variants that keep norms]
     Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next step. It also bounds
-    logits by itself: the product of the norms of q and k does not grow. Such weights are refused.
+    logits by itself, because the product of the norms of q and k does not grow. So QK-clip refuses weights that are
+    updated by such a variant.
 
 [Note: who reduces]
-    A layer's weights may lie on several overlapping sets of ranks. Its maxima are taken over all ranks that these sets
-    connect. One reduction over the component covers all layers: each layer has its own slots for each group of
-    connected ranks, and a rank without the layer leaves -inf there.
+    A layer's weights may be stored on several overlapping sets of ranks. The layer's maxima are taken over all ranks
+    that these sets connect. A single reduction covers all layers, over all ranks that share parameters directly or
+    through other ranks. In the reduced vector, each layer has a separate slot for each group of connected ranks, and a
+    rank that does not have the layer contributes -inf.
 """
 
 from __future__ import annotations
@@ -63,13 +66,13 @@ from shardmuon_qkclip.layers import Attention, Rows
 
 
 def host_of(optimizer: Any) -> Host | None:
-    """The framework whose tensors an optimizer steps, if one is active."""
+    """Return the framework (such as DeepSpeed) whose tensors an optimizer steps, or None."""
     hosts = getattr(optimizer, "hosts", None)
     return hosts.active if isinstance(hosts, Hosts) else None
 
 
 def _weights_of(optimizer: Any) -> list[Weight]:
-    """All weights of an optimizer, in the form in which they are stepped."""
+    """List all weights of an optimizer, in the form in which it steps them."""
     host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
     if host is not None:
         return host.weights(optimizer)
@@ -77,12 +80,12 @@ def _weights_of(optimizer: Any) -> list[Weight]:
 
 
 class LayerLogits(NamedTuple):
-    """Logits and scaling of one layer in one step.
+    """Largest logits of one layer in one step, and the factors by which they were scaled.
 
     Attributes:
-        name: The layer's name.
-        maxima: (num_heads,) fp32: largest logit of each head over all ranks; -inf if it was not measured.
-        gains: (num_groups,) fp32: factor by which the logits of each key head were scaled.
+        name: Name of the layer.
+        maxima: (num_heads,) fp32: largest logit of each head over all ranks; -inf if the head was not measured.
+        gains: (num_groups,) fp32: factor by which the logits of each key head's group were scaled.
     """
 
     name: str
@@ -99,22 +102,23 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """A value that changes if the layout table must be rebuilt."""
+        """Return a value that changes whenever the layout table must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
 
-_Told = dict[tuple[str, int], Ranks]  # layer and its number of heads -> all ranks that share or replicate its weights
+_Told = dict[tuple[str, int], Ranks]  # (layer name, number of heads) -> ranks that share or replicate the weights
 
 
 class _Bound(Agreed):
     """The layout table of the weights, the same on all ranks.
 
     Attributes:
-        key: Cache key: changes with weights, layouts and places.
+        key: Cache key, which changes if the weights or the way in which they are sharded change.
         device: Device of the maxima.
-        layouts: Layout of each weight: which rank stores which elements.
-        slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
+        layouts: Layout of each weight, that is, the elements that each rank stores.
+        slots: Entries of the vector that is reduced, in order: (layer, number of heads, ranks over which the layer's
+            maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -125,30 +129,31 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.num():  # every rank with this weight has the same layout, so all of them raise
+            if size != rows.num():  # all ranks with this weight raise, since they have the same layout
                 raise Unlike(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )
 
     def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
-        """Layer -> this rank's slot in a vector of all slots, as a view."""
+        """Return a view of this rank's slot for each layer, in a vector of all slots."""
         parts = flat.split([num_heads for _, num_heads, _ in self.slots])
         return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
 
 
 class Scaler(TableCall[_Bound]):
-    """Scaling of those weights of attention layers that this rank stores.
+    """Reduce the largest logits over ranks, and scale the parts of query and key weights that this rank stores.
 
     Args:
         optimizer: The optimizer that steps the weights.
-        layers: The attention layers.
-        tau, alpha: See [Note: the rule].
-        process_group: Ranks that train the same weights on other batches, beyond those that share the weights.
-        params: Parameter name -> the model's parameter, where it is known.
+        layers: The attention layers to scale.
+        tau: Largest allowed logit.
+        alpha: The queries' share of the factor, see [Note: the rule].
+        process_group: Ranks that train the same weights on other batches, if the weights' sharding does not show it.
+        params: Parameter name -> the model's parameter, if it is known.
 
     Raises:
-        ValueError: tau or alpha is out of range, or two layers have one name.
+        ValueError: tau or alpha is out of range, or two layers have the same name.
     """
 
     phase = Phase.QK_CLIP
@@ -187,14 +192,15 @@ class Scaler(TableCall[_Bound]):
         self,
         measure: Callable[[], Mapping[str, Tensor]],  # layer -> (num_heads,)
     ) -> None:
-        """Compute the largest logits over all ranks, for `apply_`. Collective; changes no weight.
+        """Compute the largest logits over all ranks, from which `apply_` scales the weights. Collective. No weights are
+        changed.
 
         Args:
-            measure: Returns this rank's maxima; layers may be missing. Perhaps the user's function, so it may raise
-                anything.
+            measure: Function that returns this rank's maxima, from which layers may be missing. It may be the user's
+                function, so it may raise any exception.
 
         Raises:
-            Refused: Something is wrong here or on another rank. Raised on every rank.
+            Refused: Something is wrong on this rank or on another rank. It is raised on every rank.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         fault = Fault()
@@ -203,24 +209,24 @@ class Scaler(TableCall[_Bound]):
         try:
             bound, _ = agree(self, fault)
             self._all = _largest(self._own, bound.component, self._group)
-        except Refused:  # raised on all ranks, which may continue
+        except Refused:  # raised on all ranks, so they are still in step and can continue
             raise
-        except BaseException as error:  # other ranks may be waiting, or have continued
+        except BaseException as error:  # other ranks may still wait, or may have continued
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    close_lane(self._bound.component)  # ranks that wait for this one fail at once
+                    close_lane(self._bound.component)  # makes ranks that wait for this rank fail at once
             raise
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Multiply this rank's rows by the factors that follow from `reduce`. Collective: the ranks confirm that all of
-        them succeeded.
+        """Scale the rows that this rank stores, by the factors that follow from the maxima that `reduce` has computed.
+        Collective, because the ranks confirm to each other that they have succeeded.
 
         Raises:
-            ExchangeError: This or another rank raised an error while scaling, so weights may be half scaled; the
-                optimizer then refuses further steps. On the rank with the error, an interrupt or an out-of-memory error
-                is raised unchanged.
+            ExchangeError: This or another rank raised an error while scaling, so that only some weights may have been
+                scaled. The optimizer then refuses further steps. On the rank with the error, an interrupt or an
+                out-of-memory error is raised unchanged.
         """
         bound, fault, done = self._bound, Fault(), tuple[LayerLogits, ...]()
         assert bound is not None, "reduced"
@@ -241,17 +247,17 @@ class Scaler(TableCall[_Bound]):
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
         for target, layout in zip(self.find(), bound.layouts, strict=True):
-            if math.isinf(self._tau) or not target.weight.now:  # a later call of this step scales it
+            if math.isinf(self._tau) or not target.weight.now:  # scaled in a later call of this step
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
-            per_row = target.rows.factors(of_heads[target.layer.name])  # for all rows of the weight, on every rank
+            per_row = target.rows.factors(of_heads[target.layer.name])  # covers all rows, not only this rank's
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
         return tuple(LayerLogits(name, maxima[name], gain) for name, gain in gains.items())
 
     def _remember(self, text: str) -> str:
-        """Make the optimizer refuse further steps, as after an error in one of its own. Returns the reason."""
+        """Make the optimizer refuse further steps, as it does after an error in a step. Returns the reason `text`."""
         text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
@@ -286,7 +292,7 @@ class Scaler(TableCall[_Bound]):
         return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        """Assign slots in the reduction to each layer, from the entries of all ranks of the component."""
+        """Assign slots in the reduced vector to each layer, from the entries that all ranks have sent."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []
@@ -320,7 +326,8 @@ class Scaler(TableCall[_Bound]):
     # ------------------------------------------------------------------------------------------- finding the weights
 
     def find(self) -> list[_Target]:
-        """Find every weight of the layers: the model's parameter, or a framework's copy of that name.
+        """Find every weight of the layers in the optimizer: the model's parameter, or a framework's copy with the same
+        name.
 
         Raises:
             ValueError: A weight is not in the optimizer, must not be scaled, or belongs to two layers.
@@ -351,8 +358,8 @@ class Scaler(TableCall[_Bound]):
         return list(found.values())
 
     def _check_may_be_scaled(self, layer: Attention, weight: Weight, param: Tensor) -> None:
-        """Raise ValueError for a weight to be scaled that is normalized later, frozen, or has a variant that preserves
-        its norm."""
+        """Raise ValueError if a weight cannot usefully be scaled: its queries or keys are normalized afterwards, it is
+        frozen, or its optimizer variant preserves its norm."""
         stages = stages_of(weight.group) if weight.group.get("use_muon") else ()
         reasons = {
             f"{layer.normed} normalizes the queries or keys that it makes, and bounds the logits": layer.normed,
@@ -369,12 +376,12 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """The layout table's entry for a weight.
+        """Make the layout table's entry for a weight.
 
         Raises:
-            ValueError: It is a plain tensor, and the ranks that replicate it are not known.
+            ValueError: The weight is a plain tensor, and the ranks that hold replicas of it are not known.
         """
-        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # it is not read as matrices
+        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # not split into matrices
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
             raise ValueError(
@@ -391,7 +398,7 @@ def _largest(
     ranks: Ranks,
     hint: GroupRef | None,
 ) -> Tensor:  # 1-D
-    """Elementwise maximum over `ranks`. Collective among them."""
+    """Compute the elementwise maximum of a vector over `ranks`. Collective among these ranks."""
     if len(ranks) == 1:
         return flat
     group = group_for(ranks, hint)
@@ -402,8 +409,8 @@ def _largest(
 
 
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
-    """Views of the parts of a weight that this rank stores, with the weight's dims, and the index along `dim` at which
-    each part begins."""
+    """Yield a view of each part of a weight that this rank stores, with the same number of dims as the weight, and the
+    index along `dim` at which the part begins."""
     for held in layout.of_rank(my_rank()):
         for start, sizes in spans_of(held.piece, layout.view.shape):
             offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())
@@ -418,10 +425,10 @@ def _gains(
     maxima: Tensor,  # (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # (num_groups,), fp32
-    """Factor g of each key head, see [Note: the rule]."""
+    """Compute the factor g of each key head: tau / S if S > tau, else 1 ([Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # torch computes number / tensor as number * (1 / tensor), which rounds twice
+    # divide two tensors, because torch computes number / tensor as number * (1 / tensor), which rounds twice
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 
@@ -430,6 +437,6 @@ def _factors(
     gain: Tensor,  # (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """Role -> factors of its rows, one for each head that shares them."""
+    """Compute the factors of each role's rows. A role has one factor per query head or, for keys, per key head."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

@@ -1,9 +1,9 @@
-"""Audit live steps: compare each with a dense reference step computed beside it, and name any fault.
+"""Audit live steps: compare a step with a dense (unsharded) reference step, and name any fault.
 
-`audit` requests an audit of the next step, `Muon(audit_every=N)` one every N steps. `live` runs an audit:
-it rebuilds the layout table, `dense` assembles whole matrices from their shards, `reference` steps them in the live
-arithmetic and in exact arithmetic, `judge` compares the results and decides what rounding explains, and `naming` finds
-the cause of the rest.
+`audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. An audit is run by `live`,
+which rebuilds the layout table. `dense` assembles whole matrices from their shards. `reference` steps them in the
+arithmetic of the live step and in exact arithmetic. `judge` compares the results and decides which differences rounding
+explains. `naming` finds the cause of all others.
 """
 
 from __future__ import annotations

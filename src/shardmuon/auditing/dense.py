@@ -1,7 +1,8 @@
-"""Assemble one whole matrix from the shards on its ranks, without the plan's tiles, routes, buckets or copies.
+"""Assemble a whole matrix from the shards on its ranks, independently of the plan and of the code that executes it.
 
-The layout comes from a freshly built table. A matrix takes a list of indices in each dim of the logical tensor, and
-each index adds a fixed amount to an element's row-major position in the matrix. So a rank's part is found dim by dim.
+The layout comes from a newly built table. A matrix consists of the elements of the logical tensor at given indices in
+each dim, and each index adds a fixed amount to the element's row-major position in the matrix. So the positions of the
+elements that a rank stores can be computed dim by dim.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class _Part(NamedTuple):
     """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: One entry per non-empty piece: a list of indices for each dim of the rank's storage.
-        places: (n,) int64: row-major positions of the elements in the matrix.
+        sources: For each non-empty piece of the tensor that the rank stores, the indices of the elements in each dim of
+            the rank's storage.
+        places: (n,) int64 row-major positions of the elements in the matrix.
     """
 
     sources: list[list[Tensor]]
@@ -41,7 +43,7 @@ class _Part(NamedTuple):
 
 
 def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """Elements of matrix `number` that lie in the given pieces."""
+    """Find the elements of matrix `number` in the given pieces of the tensor."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)
@@ -59,13 +61,14 @@ def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
 
 
 def sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
-    """Elements of matrix `number` that `rank` sends. Among replicas only the lowest rank sends."""
+    """Find the elements of matrix `number` that `rank` sends. Of several ranks with replicas, only the lowest sends."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return _part_of(layout.view, number, held)
 
 
 def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Indices of a matrix in each dim of the tensor, and what each index adds to an element's row-major position."""
+    """Return, for each dim of the tensor, the indices at which a matrix has elements, and the amount that each index
+    adds to an element's row-major position in the matrix."""
     matrix, split = view.matrices[number], view.split_dim
     found = [
         (torch.arange(start, start + size), torch.arange(size) * stride)
@@ -78,12 +81,12 @@ def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
-    """All sums of one value from each 1-D tensor (an outer sum), in row-major order."""
+    """Compute the outer sum of 1-D tensors (all sums of one value from each), flattened in row-major order."""
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 
 def _block_of(places: Tensor, cols: int) -> Block | None:
-    """The rectangle that exactly these positions of a matrix fill; None if they fill none."""
+    """Return the rectangle of a matrix that consists of exactly these positions, or None if they form no rectangle."""
     if not len(places):
         return None
     (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))
@@ -93,14 +96,14 @@ def _block_of(places: Tensor, cols: int) -> Block | None:
 
 def collect(
     number: int,
-    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): values this rank sends, from before and after the step
+    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): values that this rank sends, before and after the step
     target: int,
 ) -> tuple[dict[str, Tensor], list[Block]]:
     """Gather all quantities of a whole matrix on rank `target`. Collective among the parameter's ranks.
 
-    Returns each quantity as (2, elements), before and after the step, and the rectangles of the matrix that lie on
-    one rank each (shards that are not rectangles, such as parts of conv kernels, are left out). Both are empty on
-    other ranks. A rank that cannot read its values sends NaN."""
+    Returns each quantity as (2, elements), before and after the step, and the rectangles of the matrix that are each
+    stored on one rank. Shards that are not rectangles, such as parts of conv kernels, are left out. Both results are
+    empty on other ranks. A rank that cannot read its values sends NaN."""
     view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
     places = [[sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]
     came = [torch.cat([part.reshape(-1) for _, part in parts.values()])]

@@ -1,33 +1,35 @@
-"""Judge one matrix of a step: the update that its weights took, its momentum, and the values that its stages store.
+"""Judge the step of one matrix: the update of its weights, its momentum, and the values that a variant's stages store.
 
 [Note: two comparisons]
-    First, the applied update is compared with the same arithmetic run densely. Only the order of sums may differ, so
-    the two are nearly always bitwise equal. This finds faults in the inputs, the communication, the scale and the
-    update of the weights. Second, the dense result is compared with exact arithmetic, which finds a faulty
-    orthogonalizer. How far rounding may move either result is measured on the matrix itself ([Note: the shake]).
+    First, the applied update is compared with the dense result: the same arithmetic, run on the whole matrix. Only the
+    order of sums may differ, so the two are nearly always bitwise equal. This finds faults in the inputs, the
+    communication, the scale and the update of the weights. Second, the dense result is compared with exact arithmetic,
+    which finds a faulty orthogonalizer. How much rounding may change either result is measured on the matrix itself
+    ([Note: the shake]).
 
 [Note: the shake]
-    The same arithmetic runs on several perturbed versions of the same input, and the spread of the results is what
-    rounding explains for this matrix. No theory of dtype, method, schedule or spectrum is needed.
+    The same arithmetic runs on several slightly perturbed ("shaken") versions of the input. The spread of the results
+    shows how large a difference rounding can explain for this matrix. No theory of dtypes, methods, schedules or
+    spectra is needed. A spacing is the distance between neighboring floating point numbers.
 
     Perturbations for the live step: rows and columns are permuted, which reorders the sums; a few elements move by one
-    spacing; and all elements are scaled together by a few spacings of fp32 (at most `_TOGETHER`). The scaling
-    covers two cases: a live stage divides by norms once where the dense one divides twice, and elements that are
-    all equal (a matrix of ones) all round alike, so that a permutation changes nothing although batched sums, which
-    are split differently, do change. Each result is applied to the weights as in the step, so the spread includes
-    what a variant's stages and coarse weights add.
+    spacing; and all elements are scaled together by a few spacings of fp32 (at most `_TOGETHER`). The scaling is needed
+    in two cases. A live stage may divide by norms once where the dense stage divides twice. And if all elements are
+    equal (a matrix of ones), they round alike, so that a permutation changes nothing, although batched sums, which are
+    split differently, do change. Each result is applied to the weights as in the step, so the spread includes the
+    rounding in a variant's stages and in low-precision weights.
 
     Perturbations for the comparison with exact arithmetic: each element moves by up to a spacing, so that every product
     rounds differently, and the matrix gets a border that is zero except for two corners. The border enlarges the norm
-    by up to `_LONGER`, so that elements which are all equal (a matrix of ones) also round differently. The effect of
-    the larger norm is known from exact arithmetic, and only the remaining error counts. (The border is on all sides, so
-    that an orthogonalizer which mirrors its result is compared with the same mirrored result, not with a shifted one.)
+    by up to `_LONGER`, so that elements round differently even if all are equal (a matrix of ones). The effect of the
+    larger norm is known from exact arithmetic, and only the remaining error counts. (The border is on all sides. So an
+    orthogonalizer that mirrors its result is compared with the same mirrored result, not with a shifted one.)
 
     The Newton-Schulz steps amplify rounding where a singular value is nearly zero: results may differ completely in
     that direction and hardly at all in others. So a difference is measured along each left singular vector of the
-    reference: its length there, divided by the root mean square of the shaken differences' lengths. The largest ratio
-    counts, relative to the largest such ratio of the result itself. No direction is taken to be more precise than one
-    spacing of its own result.
+    reference. Its length in that direction is divided by the root mean square of the lengths of the differences that
+    shaking causes. The largest of these ratios counts, relative to the largest such ratio for the result itself. In
+    each direction, an error of at least one spacing of the result is assumed.
 """
 
 from __future__ import annotations
@@ -64,28 +66,29 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 _T = TypeVar("_T")
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # dict key for the norm of the weights; the other keys are those of stage state
-_FIRST, ALL = 2, 16  # shaken runs: always made, and made before a fault is reported
-_TIMES = 3.0  # multiple of the largest shaken difference that is allowed
-_BLIND = 0.5  # an allowed difference above this cannot tell a right update from a wrong one
-_SLACK = 0.2  # tolerance of singular values, for rounding of the result, which raises the smallest ones most
-_FEW = 4  # elements that move by one spacing, as another order of sums may move them
-_TOGETHER = 64  # most spacings by which all elements move together; with as few as 4, many runs round alike
-_LONGER = 1 / 16  # largest relative increase of the norm
-_OWN = 1e-9  # error of the reference itself, relative to its largest direction: its Gram matrix squares small values
+_NORM = "norm"  # dict key for the norm of the weights; other keys belong to stages that store values
+_FIRST, ALL = 2, 16  # numbers of perturbed runs: at first, and before a fault is reported
+_TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
+_BLIND = 0.5  # if the allowed difference is larger, a correct update cannot be distinguished from a wrong one
+_SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest ones most
+_FEW = 4  # number of elements that move by one spacing, as they would if sums had another order
+_TOGETHER = 64  # maximum number of spacings by which all elements move together; with only 4, many runs round equally
+_LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
+_OWN = 1e-9  # relative error of the reference itself, which loses small values by squaring them in a Gram matrix
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which allows two of these
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDINGS = 4  # roundings of a norm: the norm, the stored value, the factor, and its product with an element
 
 
 class _StepWith(NamedTuple):
-    """The step of one matrix for a given result of the orthogonalizer.
+    """The step of one matrix, computed from a given result of the orthogonalizer.
 
     Attributes:
-        staged: (rows, cols) fp64 update after all stages.
-        updated: Weights before the weight stages, in their own dtype.
-        after: Weights after the weight stages, fp64.
-        factor, on_weights: Factors of the stages after the orthogonalizer, and of the weight stages.
+        staged: (rows, cols) fp64 update, after all stages that change it.
+        updated: Weights before the stages that change weights, in the weights' dtype.
+        after: Weights after these stages, in fp64.
+        factor, on_weights: Factors by which the stages after the orthogonalizer scale the update, and by which the
+            weight stages scale the weights.
         numbers: Values that stages store after the step, and the norm of the weights if a stage controls it.
     """
 
@@ -103,22 +106,23 @@ class Evidence:
     Args:
         row: The matrix's row of the report; `judge` fills it in.
         arithmetic: The arithmetic of the matrix's step.
-        blocks: Rectangles of the matrix that lie on one rank each.
-        whole: Quantity -> (2, n) fp64, before and after the step. Quantities are "weights", "momentum", "gradient", and
-            the key of each stage that stores values.
+        blocks: Rectangles of the matrix that are each stored on one rank.
+        whole: Quantity -> (2, n) fp64 values before and after the step. Quantities are "weights", "momentum",
+            "gradient", and the key of each stage that stores values.
 
     Attributes:
-        before, after: These quantities before and after the step; matrices as (rows, cols), stored values as (n,).
+        before, after: The quantities before and after the step: matrices as (rows, cols), values of stages as (n,).
         findings: Faults found so far.
-        wrong: Faults whose cause is still to be found, each under the name that applies if no known cause fits.
+        wrong: Faults whose causes are still unknown. Their names are those that apply if no known cause is found.
         momentum, given: Expected momentum after the step, and the orthogonalizer's input before any stage.
         fed: The orthogonalizer's input after the stages that precede it.
         reference: The reference in exact arithmetic.
-        exact: The reference's result, (m, n) fp64 in the reference's coordinates.
-        dense: The orthogonalizer's result in the live arithmetic, run densely.
-        step: The step of the weights with `dense`.
-        update: The orthogonalizer's result recovered from the live weights.
-        arrived: The same recovered from the weights of `step`: `dense` as far as the weights can represent it.
+        exact: The reference's result, (m, n) fp64, in the basis of the reference's left singular vectors.
+        dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the live step.
+        step: The step of the weights computed from `dense`.
+        update: The orthogonalizer's result, recovered from the live weights before and after the step.
+        arrived: The orthogonalizer's result, recovered in the same way from the weights of `step`. It is `dense` with
+            the precision that the weights can represent.
     """
 
     def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> None:
@@ -129,7 +133,7 @@ class Evidence:
             for at in (0, 1)
         )
         for stage in weight_stages(self.settings.stages):
-            if not self.before[stage.key]:  # unknown, or stored for a matrix of zeros: the step uses the weights' norm
+            if not self.before[stage.key]:  # not stored yet, or 0: the step uses the norm of the weights
                 self.before[stage.key] = norm_of(self.before["weights"])
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
@@ -141,7 +145,7 @@ class Evidence:
         self.fed = prepared(self.given, self.settings.stages)
 
     def say(self, name: str, found: str, allowed: str) -> None:
-        """Record a fault of this matrix."""
+        """Record a fault found in this matrix."""
         self.findings.append(Finding.of(name, self.row.name, found, allowed))
 
     def check(self, number: float, allowed: float, name: str, found: str) -> None:
@@ -150,7 +154,7 @@ class Evidence:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update, or its effect, differs from the dense one, for a cause still to be found."""
+        """Record that the update, or its effect, differs from the dense result. The cause is determined later."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
@@ -165,8 +169,8 @@ class Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a result of the orthogonalizer, (rows, cols) fp64: stages, decay, rounding. `factor` is
-        the factor of the stages after the orthogonalizer; default: by their formulas."""
+        """Step the weights with a result of the orthogonalizer, (rows, cols) fp64, including stages, weight decay and
+        rounding. `factor` replaces the factor that the stages after the orthogonalizer would compute."""
         a, stages = self.arithmetic, self.settings.stages
         kept: KeptNumbers = self.before
         if factor is None:
@@ -178,26 +182,27 @@ class Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> KeptNumbers:
-        """Values that stages store, and the norm of the weights if a stage controls it."""
+        """Return the values that stages store, and the norm of the weights if a stage controls it."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if weight_stages(self.settings.stages) else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
-        """The orthogonalizer's result that led to these weights, assuming that all stages worked correctly."""
+        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages were correct."""
         step, before = self.step, self.before["weights"]
         return recovered_update(before, after / step.on_weights, self.settings, self.scale, step.staged) / step.factor
 
     # ------------------------------------------------------------------------------------------------- the shake
 
     def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
-        """The first `count` runs of a perturbation, cached: [Note: the shake]."""
+        """Return the results of the first `count` runs with a kind of perturbation, cached. See [Note: the shake]."""
         runs: list[_T] = self._runs[shake.__name__]
         runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
 
     def reordered(self, generator: Generator) -> tuple[Tensor, KeptNumbers]:
-        """Run with permuted rows and columns and perturbed elements. Returns the lengths (m,), by direction, of the
-        update's difference from the dense one, and the values that stages store after the step."""
+        """Run the step with permuted rows and columns and perturbed elements. Returns the length in each direction,
+        (m,), of the difference between the update and the dense update, and the values that stages store after the
+        step."""
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
         signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
@@ -209,15 +214,16 @@ class Evidence:
         return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
     def enlarged(self, generator: Generator) -> Tensor:
-        """Run with each element moved by up to a spacing, and a larger norm. Returns the lengths (m,), by direction, of
-        the difference between this run's error against exact arithmetic and the dense result's error."""
+        """Run the orthogonalizer with each element moved by up to a spacing, and with a larger norm. Both this run and
+        the dense result have an error against exact arithmetic. Returns the length in each direction, (m,), of the
+        difference between the two errors."""
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # smallest norm that "torch" divides by
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # the least divisor with "torch"
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = orthogonalized(bordered, self.arithmetic, nudged=True)[1:-1, 1:-1]
@@ -225,13 +231,17 @@ class Evidence:
         return _lengths(difference + less.to(difference))
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """A matrix in the reference's coordinates, in the dtype of products or fp32 if that is wider."""
+        """Express a matrix in the basis of the reference's left singular vectors, in the dtype of products, or in fp32
+        if that is wider."""
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """`_beside` for the updates of `count` reordered steps. No direction is taken to be more precise than one
-        spacing of the largest weight, nor than the fp32 values that stages store, whatever the dtype of products: such
-        a value is rounded four times and scales a line of the result by its root, so by an error of one eps."""
+        """Measure how much updates vary over `count` reordered runs (`_beside`).
+
+        In every direction, an error of at least one spacing of the largest weight is assumed, and, if stages store
+        values in fp32, an error of one fp32 eps of the result: a stored value is rounded up to four times, which may
+        change it by two eps, and its root scales a row or column of the result.
+        """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
         least = spacing / abs(self.settings.lr * self.scale) / float(self.step.factor.abs().amin())
@@ -240,17 +250,17 @@ class Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """`_beside` for the errors of `count` enlarged runs."""
+        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm (`_beside`)."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
-        """A function that measures a difference relative to those that rounding causes, and the largest measure that is
-        allowed: [Note: the shake].
+        """Make a function that measures a difference relative to the differences that rounding causes, and compute the
+        largest measure that is allowed. See [Note: the shake].
 
         Args:
-            lengths: Lengths of the shaken differences, (m,) for each run.
-            expected: The result from which differences are taken, in the reference's coordinates.
-            least: Smallest rounding noise to assume in any direction.
+            lengths: For each perturbed run, the lengths (m,) of its difference in each direction.
+            expected: The result without perturbation, in the basis of the reference's left singular vectors.
+            least: Smallest rounding error to assume in any direction.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -268,8 +278,8 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 
 
 def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> Evidence:
-    """Compare the step of one matrix with the reference. Causes of a wrong update are named later, by
-    `naming.name_fault`. Arguments are those of `Evidence`."""
+    """Compare the step of one matrix with the reference. `naming.name_fault` later finds the cause of a wrong update.
+    The arguments are the same as for `Evidence`."""
     e = Evidence(row, arithmetic, blocks, whole)
     values = {what: e.before[what] for what in _MATRICES}
     values["updated weights"] = e.after["weights"]
@@ -296,10 +306,10 @@ def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: di
 def _judge_momentum(e: Evidence) -> None:
     expected, before, found = e.momentum.double(), e.before["momentum"], e.after["momentum"]
     stored = e.arithmetic.stored
-    # Storing rounds each element once, by at most an eps. 8-bit codes ([Note: 8-bit codes] in momentum/stores.py) have
-    # a spacing of 2 sqrt(|x| s) / 127 at x in a block of scale s: over a block of 128 with one large element at most
-    # 2 / 127 * sqrt(6.2) of its norm. The gradient and the two terms of the momentum's update are rounded to the
-    # momentum's dtype.
+    # Storing the momentum rounds each element once, by at most one eps. 8-bit codes ([Note: 8-bit codes] in
+    # momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. For a block of
+    # 128 elements, of which one is large, that is at most 2 / 127 * sqrt(6.2) of the block's norm. In addition, the
+    # gradient and the two terms of the momentum's update are rounded to the momentum's dtype.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
@@ -309,9 +319,9 @@ def _judge_momentum(e: Evidence) -> None:
 
 
 def _judge_norm_before(e: Evidence) -> None:
-    """Compare stored norms with the norms of the weights before the step. Half-precision weights can round away factors
-    near 1, so the norms may differ by half a spacing of each element, all the same way, and by half a spacing more for
-    the update."""
+    """Compare stored norms with the norms of the weights before the step. Multiplying half-precision weights by a
+    factor near 1 may have no effect, because of rounding. So the norms may differ as if each element were off by half a
+    spacing, all in the same direction, and by half a spacing more because the update is rounded, too."""
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
     for stage in weight_stages(e.settings.stages):
@@ -339,10 +349,10 @@ def _judge_still(e: Evidence) -> None:
 
 
 def _judge_prepared(e: Evidence) -> None:
-    """Compare the orthogonalizer's input as the live stages make it with the formulas of these stages."""
+    """Compare the orthogonalizer's input that the code of the live stages computes with the stages' formulas."""
     _, exact, _ = staged(BeforeStage, e.settings.stages, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # each stage rounds the factor once, and its product with an element once
+    # each stage rounds its factor once, and the product of the factor with an element once
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -366,7 +376,8 @@ def _judge_dense(e: Evidence) -> None:
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
-    """The measured and the allowed difference: by few shaken runs if these explain the difference, else by all."""
+    """Return the measured and the allowed difference. Only a few perturbed runs are used if they explain the difference
+    already; otherwise all are."""
     found = allowed = 0.0
     for count in (_FIRST, ALL):
         measure, allowed = spread(count)
@@ -377,13 +388,13 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: Evidence) -> None:
-    """Compare the values that stages store after the step with their formulas, and the norm of the weights, if a stage
-    controls it, with the dense step's."""
+    """Compare the values that stages store after the step with the stages' formulas and, if a stage controls the norm
+    of the weights, compare the norm with that of the dense step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # rounding in fp32 of a mean of squares and its running average, or of a norm
+        # error from rounding a mean of squares and its running average, or a norm, to fp32
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, ALL)
@@ -403,8 +414,8 @@ def _judge_numbers(e: Evidence) -> None:
 
 
 def _judge_update(e: Evidence) -> None:
-    """Compare the applied update with the dense one. For bitwise equal weights, the row shows a difference of 0 and the
-    limit for the comparison with exact arithmetic."""
+    """Compare the applied update with the dense update. If the weights are bitwise equal, the report's row has a
+    difference of 0, and the limit from the comparison with exact arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:
@@ -430,6 +441,7 @@ def _judge_update(e: Evidence) -> None:
 
 
 def along(update: Tensor, expected: Tensor) -> float:
-    """Length of `update` along `expected`, relative to `expected`. Rounding has no direction and hardly changes it."""
+    """Compute the length of `update` in the direction of `expected`, relative to the length of `expected`. Rounding
+    errors have no common direction, so they hardly change it."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0

@@ -1,12 +1,14 @@
-"""One audit of a live step: read the state before it, gather the state after it, and give all ranks the same report.
+"""One audit of a live step: read the state before the step, gather the state after it, and make the same report on all
+ranks.
 
 [Note: order of collectives]
-    Before the step, all ranks of the component rebuild the table of Muon's parameters, by the same readers as the
-    plan's table. As everywhere, sets of ranks are processed smallest first. Before the step, each set gathers once what
-    its ranks could read; after the step, it does one exchange per sampled matrix and gathers fingerprints once. Finally
-    all ranks of the component share their findings.
-    An exception that may be raised on one rank alone is caught and becomes a finding, so that this rank still takes
-    part in every collective.
+    A component is all ranks that share parameters, directly or through other ranks. Before the step, all ranks of the
+    component rebuild the layout table of Muon's parameters, with the same code that made the plan's table. Then sets of
+    ranks that share parameters are processed, smallest first. Before the step, each set does one gather, to agree on
+    which matrices its ranks could read. After the step, it does one exchange per sampled matrix, and one gather of
+    fingerprints. Finally, all ranks of the component share their findings.
+    An exception that may be raised on one rank only is caught and becomes a finding, so that this rank still takes part
+    in every collective.
 """
 
 from __future__ import annotations
@@ -43,23 +45,24 @@ from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
 _T = TypeVar("_T")
-_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity -> its layout and values, (n,) in fp64
-_NO_GRADIENT = "no gradient"  # status of a row until it is judged
+_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and values, (n,) in fp64
+_NO_GRADIENT = "no gradient"  # initial status of a row, which changes when the matrix is judged
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose `samples` of `count` matrices for audit `number`. Successive audits cycle through all of them."""
+    """Choose `samples` of `count` matrices for the audit with this number. Successive audits cycle through all
+    matrices."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """A sampled matrix, as read before the step.
+    """A sampled matrix, with its state before the step.
 
     Attributes:
-        row: The matrix's row of the report, as far as it is known.
-        before: Quantity -> its layout, and the elements that this rank sends.
+        row: The row of the report for this matrix, as far as it is known.
+        before: Quantity (such as "weights") -> its layout, and the elements that this rank sends to `target`.
         target: The rank that judges the matrix.
     """
 
@@ -70,10 +73,12 @@ class _Sample:
 
 
 class StepAudit:
-    """An audit of one step: constructed before it, finished after it. Collective among the ranks of the component.
+    """An audit of one step. It is constructed before the step and finished after it. Both are collective among all
+    ranks that share parameters, directly or through other ranks.
 
     Attributes:
-        samples: Number of matrices to compare in each group of ranks; 0 on a rank that only helps others' audits.
+        samples: Number of matrices to compare in each group of ranks. 0 on a rank that audits nothing itself, but takes
+            part in the audits of other ranks.
     """
 
     def __init__(
@@ -96,7 +101,8 @@ class StepAudit:
         self._findings.append(Finding.of(name, where, found, allowed))
 
     def _tried(self, what: str, run: Callable[..., _T], *given: Any) -> _T | None:
-        """Call `run`. An exception becomes a finding, since other ranks wait for this one; the result is then None."""
+        """Call `run` and return its result. If it raises an exception, record a finding and return None, because other
+        ranks wait for this rank in a collective."""
         try:
             return run(*given)
         except Exception as error:
@@ -111,13 +117,13 @@ class StepAudit:
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
     def _look_at_model(self) -> None:
-        """Find parameters whose copy in the optimizer differs from the model's weights."""
+        """Find parameters for which the optimizer steps a copy that differs from the model's weights."""
         for name in self._optimizer.unlike_model():
             found = f"on rank {self._rank} what is stepped in its place are not its weights"
             self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
 
     def _look_at_routing(self) -> None:
-        """Find parameters that are not in the group that the routing table, if there is one, decided."""
+        """Find parameters that are in another group than the routing table says. There may be no routing table."""
         goes = {
             name: ("Muon" if group["use_muon"] else "AdamW", index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -134,8 +140,8 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """Rebuild the table of Muon's parameters and compare it with the plan's. Collective; None if the ranks do not
-        agree on a table."""
+        """Rebuild the layout table of Muon's parameters, and compare it with the table from which the plan was made.
+        Returns None if the ranks do not agree on a table. Collective."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -153,11 +159,11 @@ class StepAudit:
         return table
 
     def _listed(self) -> list[Listed]:
-        """List Muon's parameters as the groups hold them now.
+        """List Muon's parameters that are in the optimizer's groups now.
 
         Raises:
-            ValueError: Their number is not the plan's, or some are shared with ranks outside of the component, which
-                take no part in this step.
+            ValueError: The plan has another number of parameters, or a parameter is shared with ranks that take no part
+                in this step.
         """
         core, component = self._optimizer, self._binding.component
         options, chooser = core.options.read(core.param_groups), chooser_of(core.param_groups, core.config)
@@ -170,25 +176,25 @@ class StepAudit:
         return listed
 
     def _stale(self, where: str, text: str) -> None:
-        """Record that the step ran with a plan for other parameters."""
+        """Record that the step used an outdated plan, made for other parameters."""
         self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
 
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """All quantities of a parameter: name, layout, and what this rank stores of it, or None. The names are
-        "weights", "momentum", "gradient", and the key of each stage that stores values."""
+        """Yield each quantity of a parameter: its name, its layout, and the part that this rank stores, or None. The
+        names are "weights", "momentum", "gradient", and the key of each stage that stores values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded, if stored as codes
-        yield "gradient", layout, self._proposal.grads[number]  # in its own placements, or redistributed for the step
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded, if 8-bit
+        yield "gradient", layout, self._proposal.grads[number]  # redistributed, if the step needs that
         stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Quantity -> the current elements of a matrix that this rank sends."""
+        """Read this rank's current elements of a matrix, to send them to the rank that judges it, by quantity."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = sent_by(layout, matrix, self._rank)
@@ -197,8 +203,8 @@ class StepAudit:
         return found
 
     def _prints(self, numbers: Sequence[int]) -> dict[tuple[int, str, tuple[Piece, ...]], int]:
-        """Fingerprints of every replicated quantity that this rank stores, by (index of the parameter in `numbers`,
-        quantity, pieces)."""
+        """Compute fingerprints (hashes) of every replicated quantity that this rank stores. The keys are (index of the
+        parameter in `numbers`, quantity, stored pieces)."""
         prints = {}
         for at, number in enumerate(numbers):
             for what, layout, stored in self._stored(number):
@@ -210,14 +216,14 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Choose matrices of this set of ranks, and copy the values that the step is about to change."""
+        """Choose matrices from those that this set of ranks shares, and copy the values that the step will change."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
         chosen = [items[at] for at in _choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
-            # matrices of one shape go to one rank, which can tell if they were swapped
+            # All matrices of one shape are judged by the same rank, which can then find out if they were swapped.
             target = ranks[(shapes.index(shape) + self._schedule.num_audits) % len(ranks)]
             read.append(self._tried(self._params[number].name, self._read, number, matrix, target))
         told = gather([None if one is None else self._has_gradient(one) for one in read], ranks)
@@ -238,11 +244,13 @@ class StepAudit:
                 )
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
-        """One bool, True if this rank has a gradient for its part of a matrix; empty if it has no part."""
+        """Return a list with one bool: True if this rank has a gradient for its part of a matrix. The list is empty if
+        this rank stores no part."""
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
-        """Read this rank's part of a matrix before the step. None if the plan reads the parameter as other matrices."""
+        """Read this rank's part of a matrix before the step. Returns None if the plan divides the parameter into
+        matrices in another way."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None
@@ -257,7 +265,7 @@ class StepAudit:
         return _Sample(row, arithmetic, self._elements(number, matrix), target)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
-        """The arithmetic of a matrix, from the plan and from its group's current options."""
+        """Determine the arithmetic of a matrix's step from the plan and the group's current options."""
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
@@ -277,7 +285,8 @@ class StepAudit:
     # -------------------------------------------------------------------------------------------- after the step
 
     def finish(self) -> AuditReport:
-        """Gather, judge and share. Returns the same report on every rank of the component."""
+        """Gather the sampled matrices, judge them, and share the findings. Returns the same report on every rank of the
+        component."""
         self._count_runs()
         self._judge_samples()
         for ranks, numbers in self._sets.items():
@@ -292,7 +301,7 @@ class StepAudit:
         )
 
     def _count_runs(self) -> None:
-        """Compare the number of matrices that this rank has orthogonalized with the plan's."""
+        """Compare the number of matrices that this rank has orthogonalized with the number in the plan."""
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
         planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
         if found != planned:
@@ -323,7 +332,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Find replicas that differ. Collective among `ranks`."""
+        """Find replicas whose values differ. Collective among `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key

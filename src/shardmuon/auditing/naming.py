@@ -1,9 +1,9 @@
-"""Name the fault behind a wrong update of a matrix, by trying known faults.
+"""Name the fault behind a wrong update of a matrix by simulating known faults.
 
-A guess is a complete faulty step: the fault's name, a description, and the (rows, cols) fp64 weights that result. It
-explains the update if at most a fraction remains, both of the update and of its difference from the dense one, measured
-by direction as in [Note: the shake] of judge.py. The first guess that leaves almost nothing gives the name, otherwise
-the one that leaves least.
+A guess is the name of a fault, a description, and the (rows, cols) fp64 weights that a step with this fault would
+produce. A guess explains the wrong update if only a small fraction remains unexplained, both of the update and of its
+difference from the dense reference, measured by direction as in [Note: the shake] of judge.py. The first guess that
+leaves almost nothing unexplained names the fault. If there is none, the guess that leaves the least does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from shardmuon.variants import AfterStage, WeightStage
 
 _Guess = tuple[str, str, Tensor]
 _LEFT = 0.35  # fraction of the difference that a guess may leave unexplained
-_HARDLY = 0.03  # fraction of the difference that counts as almost nothing
-_OF_THE_NORM = 0.5  # fraction of the error in the weights' norm, if that is wrong, which a guess may leave unexplained
+_HARDLY = 0.03  # fraction of the difference below which a guess explains almost everything
+_OF_THE_NORM = 0.5  # if the weights' norm is wrong: fraction of the norm's error that a guess may leave unexplained
 
 
 def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
-    """Record the explanation of an update, or of a norm of the weights, that differs from the dense step's.
+    """Find out why an update, or the norm of the weights, differs from the dense reference step, and record the fault.
 
     Args:
-        e: The judged matrix with the difference.
-        others: Judged matrices of the same shape.
+        e: The judged matrix whose update or norm differs.
+        others: Other judged matrices of the same shape, with which it may have been swapped.
     """
     measure, allowed = e.spread(ALL)
-    # the smaller one: a far too short update differs by about all of the dense one, so its own size counts
+    # An update that is far too short differs from the dense update by about the whole dense update. It is compared with
+    # its own size instead, or else any guess would explain it.
     whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))
     wrong, least = e.wrong[0], max(allowed, _LEFT * whole)
     name, found, norm = wrong.name, "it fits no known fault", e.after["weights"].norm()
@@ -51,7 +52,8 @@ def name_fault(e: Evidence, others: Sequence[Evidence]) -> None:
 
 
 def _parts(e: Evidence) -> dict[str, list[Block]]:
-    """Shards and halves of the matrix, any of which may have been mistaken for the whole. At least two of each kind."""
+    """List parts of the matrix that a faulty step may have mistaken for the whole: its shards and its halves. A kind of
+    part is listed only if there are at least two."""
     rows, cols = e.shape
     cuts = {
         "shards": e.blocks,
@@ -63,8 +65,8 @@ def _parts(e: Evidence) -> dict[str, list[Block]]:
 
 
 def _of_stages(e: Evidence) -> Iterator[_Guess]:
-    """Faults of stages that preserve the weight norm: the norm of a shard or a half was used instead of the whole
-    matrix's (and perhaps stored as well), or a stage did not run."""
+    """Yield guesses about stages that preserve the norm of the weights: the norm of a shard or half was used, and
+    perhaps stored, instead of the norm of the whole matrix; or a stage did not run."""
     stages = e.settings.stages
     keys = {stage.key for stage in weight_stages(stages)}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
@@ -88,13 +90,13 @@ def _of_stages(e: Evidence) -> Iterator[_Guess]:
 
 
 def _norms_of(e: Evidence, block: Block) -> KeptNumbers:
-    """Stored values, with norms as if this block were the whole matrix."""
+    """Return the values that stages store, but with norms computed as if this block were the whole matrix."""
     own = norm_of(e.before["weights"][block])
     return {**e.before, **{stage.key: own for stage in weight_stages(e.settings.stages)}}
 
 
 def _lengths(e: Evidence) -> Iterator[_Guess]:
-    """Guesses of an update with the right direction and a wrong length."""
+    """Yield guesses in which the update has the right direction but a wrong length."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         scale = lr_scale(e.settings.adjust_lr_fn, m, n)
@@ -109,12 +111,12 @@ def _lengths(e: Evidence) -> Iterator[_Guess]:
 
 
 def _blocks(e: Evidence) -> Iterator[_Guess]:
-    """Guesses of parts of the matrix that were orthogonalized separately, or swapped."""
+    """Yield guesses in which parts of the matrix were orthogonalized separately, or swapped."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = orthogonalized(e.fed[block], e.arithmetic)
-            result[block] = along(e.update[block], own) * own  # perhaps scaled by the block's own shape
+            result[block] = along(e.update[block], own) * own  # the scale may come from the block's own shape
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):
@@ -128,7 +130,8 @@ def _blocks(e: Evidence) -> Iterator[_Guess]:
 
 
 def _whole(e: Evidence, others: Sequence[Evidence]) -> Iterator[_Guess]:
-    """Guesses of another matrix's result, the transpose, a wrong input, or an update without orthogonalization."""
+    """Yield guesses in which the matrix got another matrix's result, was transposed, had a wrong input, or was not
+    orthogonalized."""
     for other in others:
         if other is not e and other.row.compared:
             yield "results_swapped", f"it is the update of {other.row.name}", other.dense

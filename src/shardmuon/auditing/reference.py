@@ -1,15 +1,18 @@
-"""Compute the step of one whole matrix, in the live step's arithmetic and in exact arithmetic.
+"""Compute the step of one whole (unsharded) matrix: once in the same arithmetic as the live step, and once in exact
+arithmetic.
 
-The live and the dense step may differ only in the order of sums, where slots of a batch round differently ([Note: equal
-bits in batches] in orthogonalize/__init__.py). Both use the live orthogonalizers, so a broken one shows only against
-`Reference`. No code of the plan, buckets, exchange, momentum or update is used. The stages of variants are written from
-the papers, not from the stages' code.
+The live step and the dense step in the same arithmetic may differ only in the order of sums, where a product rounds
+differently at different positions in a batch ([Note: equal bits in batches] in orthogonalize/__init__.py). Both use the
+same orthogonalizers, so only the comparison with exact arithmetic (`Reference`) can find a broken orthogonalizer. This
+module uses no code of the plan, buckets, exchange, momentum or update. The stages of variants are implemented from the
+papers, not from the stages' code.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
-    to a s + b s^3 + c s^5. So all steps together are one odd function p of the singular values of X / ||X||_F, and
-    p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s, which is computed as a product, without a division. One
-    symmetric eigenproblem of the short side gives the update, its band of singular values and the polar factor.
+    to a s + b s^3 + c s^5. So all steps together apply one odd function p to the singular values of X / ||X||_F, and
+    p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s. The ratio r is computed as a product, without a division.
+    So one symmetric eigenproblem, of the size of the short side, gives the update, the range of its singular values and
+    the polar factor.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.normuon import NorMuon
 
 _Coefficients = tuple[tuple[float, float, float], ...]
-KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
+KeptNumbers = Mapping[str, Tensor]  # key of a variant's stage -> values that the stage stores, 1-D fp64
 
 
 # ------------------------------------------------------------------------------------------------ the live arithmetic
@@ -40,19 +43,19 @@ KeptNumbers = Mapping[str, Tensor]  # key of a stage -> 1-D fp64
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of one matrix's step: options of its group, the orthogonalizer, and all dtypes.
+    """Everything that determines how the step of one matrix is computed: options, orthogonalizer, device and dtypes.
 
     Attributes:
         settings: Options of the matrix's parameter group.
-        choice: The orthogonalizer.
-        products: Dtype to which products are rounded.
+        choice: Orthogonalization method, with its options.
+        products: Dtype to which matrix products are rounded.
         wire: Dtype in which the orthogonalizer's input and result are sent between ranks; both are rounded to it.
         weights, gradient: Dtypes of the parameter and of its gradient.
         momentum: Dtype in which the momentum is computed.
         stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
-        device: The device that orthogonalizes; None: the matrix's own device.
-        rounding: Random bits to round half-precision weights with, and the matrix's index in its parameter; None: round
-            to nearest.
+        device: Device on which the matrix is orthogonalized; None for the device of the matrix.
+        rounding: Random bits for stochastic rounding of half-precision weights, and the index of the matrix in its
+            parameter. None if weights are rounded to nearest.
     """
 
     settings: Settings
@@ -71,12 +74,14 @@ class Arithmetic:
 
 
 def momentum_of(
-    buffer: Tensor,  # (rows, cols) momentum before the step; like `grad` in a dtype that holds it exactly
+    buffer: Tensor,  # (rows, cols) momentum before the step; it and `grad` may have a wider dtype than the live tensors
     grad: Tensor,
     a: Arithmetic,
 ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
-    """Compute the momentum after the step, before it is stored, and the orthogonalizer's input before stages. Both are
-    bitwise equal to the live step's: `lerp` gives an element the same bits in any shard."""
+    """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before stages.
+
+    Both are bitwise equal to the live step's, because the bits of a `lerp` do not depend on how a tensor is sharded.
+    """
     s, grad = a.settings, grad.to(a.gradient).to(a.momentum)
     after = torch.lerp(buffer.to(a.momentum), grad, 1 - s.momentum)
     return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.wire)
@@ -86,17 +91,17 @@ def orthogonalized(
     matrix: Tensor,  # (rows, cols), any dtype
     a: Arithmetic,
     *,
-    nudged: bool = False,  # the input is perturbed by less than the wire dtype resolves: do not round it to that dtype
+    nudged: bool = False,  # True: do not round the input to the wire dtype, which would undo its tiny perturbation
 ) -> Tensor:  # (rows, cols) fp64
-    """Orthogonalize a whole matrix in the live arithmetic. The result is rounded to the wire dtype, unless stages after
-    the orthogonalizer take it first."""
+    """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the wire dtype, unless
+    a stage runs on it before it is sent."""
     s, c = a.settings, a.choice
-    # stages before the orthogonalizer run on the owner, on the input that it received
+    # Stages before the orthogonalizer run after the input has been sent, so their result is not rounded to `wire`.
     staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     x = matrix.to(a.device or matrix.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
     x = x.contiguous().unsqueeze(0)
     (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-    after = any(isinstance(stage, AfterStage) for stage in s.stages)  # these run before the result is sent
+    after = any(isinstance(stage, AfterStage) for stage in s.stages)  # run before sending
     result: Tensor = out if after else out.to(a.wire)
     return result.to(matrix.device, torch.float64)
 
@@ -107,11 +112,11 @@ def weights_after(
     scale: float,
     a: Arithmetic,
 ) -> Tensor:  # (rows, cols), the weights' dtype
-    """Compute the weights after this update: decayed, updated and rounded as in the live step."""
+    """Compute the weights after an update, with weight decay and rounding as in the live step."""
     s, weights = a.settings, before.to(a.weights)
     if a.choice.method == "torch" and a.rounding is None and not s.cautious:
         update = update.to(weights.device, a.wire)
-        if update.shape[0] > update.shape[1]:  # the strides that its iteration returns; half precision adds by strides
+        if update.shape[0] > update.shape[1]:  # use torch's strides: they affect how half precision is added
             update = update.mT.contiguous().mT
         return weights.mul(_decay_factor(s)).add_(update, alpha=-s.lr * scale)
     wide = weights.to(torch.promote_types(a.weights, torch.float32))
@@ -135,14 +140,15 @@ def recovered_update(
     after: Tensor,  # (rows, cols) fp64
     settings: Settings,
     scale: float,
-    expected: Tensor,  # (rows, cols) fp64: decides the few cautious elements that rounding leaves ambiguous
+    expected: Tensor,  # (rows, cols) fp64: resolves elements for which rounding hides whether cautious decay applied
 ) -> Tensor:
     """Recover the update of a step from the weights before and after it: (decayed before - after) / (lr * scale)."""
     alpha = settings.lr * scale
     decayed = (before * _decay_factor(settings)).sub_(after).div_(alpha)
     if not settings.cautious:
         return decayed
-    # Cautious decay applies where update and weight agree in sign. At most one of the two candidates is consistent.
+    # Cautious decay applies where the update and the weight have the same sign. Of the two candidates, with and without
+    # decay, at most one is consistent with this rule.
     kept = (before - after).div_(alpha)
     found = torch.where(decayed * before > 0, decayed, kept)
     open_ = (decayed * before <= 0) & (kept * before > 0)
@@ -151,8 +157,8 @@ def recovered_update(
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# Each takes a matrix and the values that the stage stores for it. It returns the factor of the matrix (one for all
-# elements, or a tensor that broadcasts) and the new stored values, in fp64.
+# A stage's formula: a function from the stage, a matrix and the values that the stage stores for it to two fp64
+# tensors. These are the factor by which the matrix is multiplied (it broadcasts to the matrix) and the new values.
 _Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -187,13 +193,13 @@ FORMULAS: dict[type[Stage], _Formula] = {
 
 
 def norm_of(matrix: Tensor) -> Tensor:  # (1,)
-    """Frobenius norm, rounded to fp32 as when sent between ranks; returned in fp64."""
+    """Compute the Frobenius norm, rounded to fp32 as if sent between ranks, and returned in fp64."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.float().double().view(1)
 
 
 def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
-    """Apply the live stages that precede the orthogonalizer to its input."""
+    """Apply the live code of the stages that run before the orthogonalizer to its input."""
     before = [stage for stage in stages if isinstance(stage, BeforeStage)]
     if before:
         fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -208,8 +214,8 @@ def staged(
     matrix: Tensor,  # (rows, cols)
     kept: KeptNumbers,
 ) -> tuple[Tensor, Tensor, KeptNumbers]:  # fp64; (rows, cols)
-    """Apply the formulas of all stages at one place. Returns their combined factor; the matrix after them, rounded at
-    each stage as in the live step; and the values that they store."""
+    """Apply the formulas of all stages that run at one place in the step. Returns their combined factor, the resulting
+    matrix (rounded after each stage as in the live step), and the values that the stages store."""
     factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
     wide = torch.promote_types(matrix.dtype, torch.float32)
     for stage in stages:
@@ -223,7 +229,7 @@ def staged(
 
 
 def weight_stages(stages: Stages) -> list[WeightStage]:
-    """Stages on weights, in their order."""
+    """Select the stages that run on the weights, in order."""
     return [stage for stage in stages if isinstance(stage, WeightStage)]
 
 
@@ -236,13 +242,13 @@ class Reference:
     Args:
         matrix: (rows, cols), finite.
         coefficients: (a, b, c) of each step.
-        method: "torch" has a lower bound on the norm.
+        method: Orthogonalization method. It matters only that "torch" has a lower bound on the norm.
 
     Attributes:
-        tall: True for more rows than columns: the left singular vectors are then those of the transpose.
+        tall: True if the matrix has more rows than columns. All other attributes then describe its transpose.
         vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
-        coords: (m, n) normalized matrix in the coordinates of these vectors.
+        coords: (m, n) normalized matrix in the basis of these vectors.
     """
 
     def __init__(self, matrix: Tensor, coefficients: _Coefficients, method: str = "standard") -> None:
@@ -250,19 +256,19 @@ class Reference:
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny
         peak = x.abs().amax().clamp(min=tiny)
-        x = x / peak  # squares of tiny or huge entries would leave the range of fp64
+        x = x / peak  # otherwise squares of tiny or huge entries could underflow or overflow
         least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
         x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
         values, self.vectors = torch.linalg.eigh(x @ x.T)
         self.sigmas, self.coords = values.clamp(min=0.0).sqrt(), self.vectors.T @ x
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """A matrix in the coordinates of the left singular vectors, in its own dtype."""
+        """Express a matrix in the basis of the left singular vectors, in the matrix's own dtype."""
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Factor p(s) / s of each direction after all steps, for a matrix that was divided by `longer` times its
-        norm."""
+        """Compute the factor p(s) / s by which all steps scale each singular direction, for a matrix that was divided
+        by `longer` times its norm."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()
@@ -271,8 +277,8 @@ class Reference:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """||found - expected|| / ||expected|| in fp64; 0 for equal tensors, whatever their norm."""
+    """Compute ||found - expected|| / ||expected|| in fp64; 0 for equal tensors, even if they are zero."""
     if torch.equal(found, expected):
         return 0.0
     exact = expected.double()
-    return float((found.double() - exact).norm() / exact.norm())  # infinite if zeros are expected and not found
+    return float((found.double() - exact).norm() / exact.norm())  # infinite if `expected` is zero but `found` is not

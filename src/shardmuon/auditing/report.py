@@ -1,4 +1,4 @@
-"""The schedule of audits, and their reports, as data and text: identical on all ranks that share parameters."""
+"""The schedule of audits, and the reports on them, which are identical on all ranks that share parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shardmuon.errors import level_of_the_caller
 from shardmuon.texts import table
 
-# Name of each fault -> what to do about it. docs/audit.md explains the faults.
+# Fault name -> advice for the user. docs/audit.md explains the faults.
 _REMEDIES = {
     "audit_failed": "Please report it with this text",
     "clipped_update": "Clip gradients before the step; an update must not be clipped, averaged or unscaled",
@@ -60,10 +60,10 @@ class Finding:
 
     Attributes:
         name: Name of the fault, a key of `_REMEDIES`.
-        where: The parameter (with the matrix's index if it has several), or the rank or ranks.
-        found: What was found.
-        allowed: What would have been allowed.
-        remedy: What to do.
+        where: Name of the parameter (with the matrix's index if it has several), or the rank or ranks.
+        found: Text that describes the fault.
+        allowed: Text that says what would have been correct.
+        remedy: Advice on what to do about the fault.
         severity: "error", or "warning" for a finding that may be intended; warnings never raise.
     """
 
@@ -76,7 +76,7 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
-        """Make a finding with the remedy and the severity of its fault's name."""
+        """Make a finding whose remedy and severity follow from the fault's name."""
         return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name == _MAY_BE_MEANT else "error")
 
     def __str__(self) -> str:
@@ -88,14 +88,15 @@ class MatrixRow:
     """Comparison of one matrix of the audited step with the dense reference.
 
     Attributes:
-        order: Index of the parameter among Muon's, and of the matrix in it.
-        owners: Ranks that orthogonalize the matrix, by the plan.
+        order: Index of the parameter among Muon's parameters, and index of the matrix in it.
+        owners: Ranks that orthogonalize the matrix according to the plan.
         status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" if the audit has no formula for
-            that stage of a variant, or "inconclusive": rounding alone could explain half of this update.
+            that stage of a variant, or "inconclusive" if rounding alone could explain half of this update.
         compared: True if there was an update to compare; otherwise the values below are 0.
-        difference, allowed: Difference of the applied update from the same arithmetic run densely, and its limit: in
-            the direction where rounding hides least, relative to the update ([Note: the shake] in auditing/judge.py).
-            For bitwise equal weights 0, and the limit for the comparison with exact arithmetic.
+        difference, allowed: Difference between the applied update and the update of the dense reference, and its limit.
+            Both are relative to the update, in the direction in which rounding explains least of the difference
+            ([Note: the shake] in auditing/judge.py). If weights are bitwise equal, the difference is 0, and the limit
+            is that of the comparison with exact arithmetic.
     """
 
     name: str
@@ -112,9 +113,9 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The report of one audited step.
+    """The report on one audited step.
 
-    Identical on every rank that shares parameters with this one, directly or through other ranks.
+    It is identical on every rank that shares parameters with this rank, directly or through other ranks.
 
     Attributes:
         step: Number of the step since the optimizer was constructed.
@@ -126,16 +127,16 @@ class AuditReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that are not warnings."""
+        """The findings of severity "error"."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
     def ok(self) -> bool:
-        """True if nothing at all was found."""
+        """True if the audit found neither errors nor warnings."""
         return not self.findings
 
     def message(self) -> str:
-        """Text of the AuditError that reports these findings."""
+        """Format the findings as the message of an AuditError."""
         lines = [f"- {finding}" for finding in self.findings]
         return (
             f"the audit of step {self.step} found that it was not Muon's update. The step is complete: weights and "
@@ -160,8 +161,8 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
 
 
 class AuditError(RuntimeError):
-    """Raised on every rank after an audited step that was not Muon's update. `report` has the findings. The step is
-    complete: weights have changed."""
+    """Raised on every rank if an audit finds that a step did not apply Muon's update. `report` has the findings. The
+    step is complete, so the weights have changed."""
 
     def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
@@ -169,17 +170,17 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """A finding of severity "warning", which raises no error."""
+    """Issued for an audit's finding of severity "warning", which raises no error."""
 
 
 @dataclass(eq=False)
 class AuditSchedule:
-    """Step counter that decides which steps are audited. Equal on all ranks that share parameters.
+    """A step counter that decides which steps are audited. It is equal on all ranks that share parameters.
 
     Attributes:
-        num_steps: Steps since construction. A step that was refused or skipped does not count.
-        num_audits: Audits so far.
-        asked: The audit of the next step that `audit()` requested, if any.
+        num_steps: Number of steps since construction. Steps that were refused or skipped do not count.
+        num_audits: Number of audits so far.
+        asked: The audit that `audit()` has requested for the next step, or None.
     """
 
     samples = 2  # matrices compared per audit in each group of ranks; each audit samples different ones
@@ -190,19 +191,19 @@ class AuditSchedule:
 
     @property
     def due(self) -> int:
-        """Number of matrices that an audit of the next step compares; 0 if that step is not audited."""
+        """Return the number of matrices to compare in the next step's audit; 0 if that step is not audited."""
         if self.asked is not None:
             return self.asked.samples
         return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
 
     def due_text(self) -> str:
-        """Text that ranks must agree on in an audited step: its number, the number of samples, and the audit's number,
-        which selects the matrices."""
+        """Return a text on which ranks must agree before an audited step. It has the step's number, the number of
+        samples, and the audit's number, which determines the matrices that are sampled."""
         return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
 
     def deliver(self, report: AuditReport) -> None:
-        """Deliver a finished audit's report to the `PendingAudit` that requested it, or else raise AuditError or issue
-        warnings. The same on every rank."""
+        """Hand the report of a finished audit to the `PendingAudit` that requested it. If the audit was scheduled
+        instead, raise AuditError or issue warnings, in the same way on every rank."""
         asked, self.asked = self.asked, None
         if asked is not None:
             asked.found = report
@@ -213,16 +214,16 @@ class AuditSchedule:
                 warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling: all but the requested audit, which belongs to one process."""
+        """Return the state to pickle, without the requested audit, which belongs to this process."""
         return {**self.__dict__, "asked": None}
 
 
 @dataclass(eq=False)
 class PendingAudit:
-    """An audit that was requested of the next step.
+    """An audit that `audit()` has requested for the next step.
 
     Attributes:
-        samples: Matrices compared in each group of ranks that shares parameters.
+        samples: Number of matrices compared in each group of ranks that shares parameters.
         found: The report; None before the step.
     """
 
@@ -231,7 +232,7 @@ class PendingAudit:
 
     @property
     def report(self) -> AuditReport:
-        """The finished audit's report.
+        """The report of the finished audit.
 
         Raises:
             RuntimeError: No step has been taken since `audit()`.

@@ -1,4 +1,4 @@
-"""`shardmuon` command. Each subcommand has its own module, imported only when the subcommand is used."""
+"""The `shardmuon` command. Each subcommand has its own module, which is imported only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardmuon import __version__
 
 __all__ = ["main"]
 
-# name -> (module with add_arguments(parser) and run(args) -> exit status, help)
+# Subcommand -> (module that defines add_arguments(parser) and run(args) -> exit status, help text)
 _COMMANDS = {
     "plan": ("shardmuon.commands.plan", "say what Muon will take of a job on any mesh: memory, bytes, time"),
     "route": ("shardmuon.commands.route", "print which parameters of a model are matrices, and why"),
@@ -21,10 +21,11 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. `argv` defaults to the command line.
+    """Run a subcommand. `argv` defaults to the arguments of the command line.
 
     Returns:
-        Exit status of the subcommand; 2 after an error message if its arguments, or the model they name, are invalid.
+        Exit status of the subcommand. It is 2, after an error message, if the arguments or the model that they name are
+        invalid.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return cast(int, args.run(args))
-    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # the user's arguments or model
+    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # from user arguments or the model
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 

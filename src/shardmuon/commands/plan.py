@@ -1,4 +1,4 @@
-"""`shardmuon plan`: print Muon's time, memory and bytes in a job, from the real plan, before the job runs."""
+"""`shardmuon plan`: print the time, memory and communication that Muon will need in a job, before the job runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand. `shardmuon.foresight.plan` also takes the other options of `Muon`."""
+    """Add the arguments of `shardmuon plan` to a parser. Only some options of `Muon` have an argument; the function
+    `shardmuon.foresight.plan` takes all of them."""
     parser.add_argument(
         "model", help="a preset (llama3-8b, deepseek-v3, ..), a config.json (needs transformers), or MODULE:FUNCTION"
     )
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns exit status 0."""
+    """Print the report on the planned job. Returns exit status 0."""
     if args.html is not None and not args.html.parent.is_dir():
         raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}. Make it first")
     report = plan(

@@ -1,4 +1,5 @@
-"""`shardmuon route`: print which parameters of a model are matrices, and why. Needs no optimizer, data or step."""
+"""`shardmuon route`: print which parameters of a model Muon treats as matrices, and why. No optimizer, data or training
+step is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from shardmuon.routing.groups import param_groups
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
+    """Add the arguments of `shardmuon route` to a parser."""
     parser.add_argument(
         "model",
         help="MODULE:FUNCTION that returns the model (a dotted module, or a file that ends in .py), or the config.json "
@@ -21,11 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the routing table and its warnings. Returns exit status 0."""
+    """Print the routing table (which optimizer updates each parameter, and why) and its warnings. Returns exit status
+    0."""
     model = make_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        groups = param_groups(model, lr=1.0)  # the table does not depend on lr
+        groups = param_groups(model, lr=1.0)  # any lr, because the table does not depend on it
     print(groups if args.each else groups.summary())
     for warning in caught:
         print(f"\nwarning: {warning.message}")

@@ -1,4 +1,5 @@
-"""`shardmuon verify`: run every layout against the dense reference and torch.optim.Muon, and print a table."""
+"""`shardmuon verify`: compare every sharding layout with a dense reference and with torch.optim.Muon, and print a
+table."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     """Check one layout on a pool of ranks. A variant is compared only with the dense reference in one process, because
     torch.optim.Muon has no variants.
 
-    Returns True if the layout keeps the contract (with products in fp32 and in bf16, every result is bitwise equal on
-    every rank after every step), and the cells of its row by column. For "single" and on ranks' own tensors each rank
-    has its own matrices. Collectives and bytes count exchanges (fp32 on the wire), votes, and reductions of norms of
-    weights (8 bytes per matrix).
+    Returns True if the layout keeps the contract, and the cells of the layout's row by column. The contract is that
+    every result is bitwise equal to the reference on every rank after every step, with products in fp32 and in bf16.
+    If tensors are not shared between ranks (as in "single"), each rank has its own matrices. Collectives and bytes
+    cover exchanges (in fp32), votes, and reductions of weight norms (8 bytes per matrix).
     """
     options: dict[str, Any] = {"variant": variant} if variant else {}
     if not all(VARIANTS[name].decays for name in names_in(variant or None)):
@@ -38,7 +39,7 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
         dense += pool.run(compare_with_dense, layout, ns_dtype=dtype, lr=0.02, **options)
-        # at stage 0 with half precision DeepSpeed steps copies of the weights, which shardmuon refuses
+        # at ZeRO stage 0 with half precision, DeepSpeed steps copies of the weights, which shardmuon refuses
         if not variant and (layout != "zero0" or dtype == torch.float32):
             torches += pool.run(compare_with_torch, layout, dtype=dtype, lr=0.02)
     difference, done = _worst(c.max_difference for c in dense), [c.traffic for c in dense]
@@ -57,15 +58,15 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
 
 
 def _worst(found: Iterable[float]) -> float:
-    """Largest number, or NaN if any is NaN."""
+    """Return the largest number, or NaN if any number is NaN."""
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> its layouts
+_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> names of its layouts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
+    """Add the arguments of `shardmuon verify` to a parser."""
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks to start (default: 4)")
     parser.add_argument(
         "--layout",
@@ -87,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _slots() -> int:
-    """Search this device for batched products that differ between slots of the batch. Returns exit status 0 if there
-    are none, else 1."""
+    """Search this device for batched matrix products whose result depends on the matrix's position (slot) in the batch.
+    Returns exit status 0 if there are none, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
     compared = unequal = 0
@@ -100,7 +101,8 @@ def _slots() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Returns exit status 0 if every layout keeps the contract, else 1."""
+    """Print the table of all layouts. Returns exit status 0 if the results of each layout are bitwise equal to the
+    reference, else 1."""
     if args.slots:
         return _slots()
     if args.ranks < 1:

@@ -1,4 +1,8 @@
-"""Cost of Muon in a job, before the job runs: the real plan of any model on any mesh, without ranks, and its price."""
+"""Estimate the cost of Muon in a training job before the job runs.
+
+`plan` makes the plan that the job itself would make, for any model on any mesh, without starting ranks. It then
+estimates the time, memory and communication of a step.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Count the work of every rank in a plan, without running ranks: bytes, peers, matrices, operations.
+"""Count the work of every rank in a plan without running ranks: bytes sent, peers, matrices and operations.
 
-The rules are those of plan/program.py ([Note: results in two stages]), applied to all ranks at once: the tiles of a
-bucket are arrays, and its traffic is a list of messages.
+The counts follow the same rules as plan/program.py ([Note: results in two stages]), but cover all ranks at once. The
+tiles of a bucket (a bucket is a group of matrices that are processed together; a tile is a rank's part of a matrix) are
+stored as arrays, and the bucket's traffic as a list of messages.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class _Matrices(NamedTuple):
 
     Attributes:
         rows, cols: Shape of each matrix.
-        how: Text of a `Choice`: method, dtype of products.
+        how: Text of a `Choice`: the orthogonalization method and the dtype of its matrix products.
         num: Number of matrices.
-        flops: Floating point operations of one matrix, as the planner counts them.
+        flops: Floating point operations to orthogonalize one matrix, as the planner counts them.
     """
 
     rows: int
@@ -45,13 +46,13 @@ class _Matrices(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes that one rank sends or receives in one exchange, without the part that stays on the rank.
+    """Bytes that one rank sends or receives in one exchange. Data that stays on the rank is not counted.
 
     Attributes:
-        inside: Bytes between ranks of one node.
-        across: Bytes between nodes.
-        peers_inside: Number of peers on the same node, to or from which the bytes go.
-        peers_across: Number of peers on other nodes.
+        inside: Bytes exchanged with ranks on the same node.
+        across: Bytes exchanged with ranks on other nodes.
+        peers_inside: Number of ranks on the same node with which this rank exchanges bytes.
+        peers_across: Number of ranks on other nodes with which this rank exchanges bytes.
     """
 
     inside: int = 0
@@ -61,7 +62,7 @@ class Sent(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All bytes: inside the node and between nodes."""
+        """Total bytes, within the node and between nodes."""
         return self.inside + self.across
 
 
@@ -69,9 +70,9 @@ class _Sides(NamedTuple):
     """Bytes that one rank sends (or receives) in the three exchanges of one bucket.
 
     Attributes:
-        gather: Tiles for owners.
-        scatter: Results for holders, and state of variants' stages.
-        relay: Results, and state of stages, for other replicas.
+        gather: Tiles on the way to the ranks that orthogonalize the matrices (owners).
+        scatter: Results on the way back to the ranks that store the tiles, and state of the optimizer variant's stages.
+        relay: Results and stage state that are forwarded to other replicas.
     """
 
     gather: Sent = Sent()
@@ -84,24 +85,24 @@ _NO_SIDES = _Sides()
 
 @dataclass(frozen=True)
 class BucketCount:
-    """Work of one rank in one bucket; the same for all ranks of a class.
+    """Work of one rank in one bucket. It is the same for all ranks of a `RankClass`.
 
     Attributes:
-        number: Index of the bucket in the plan, equal on all ranks that exchange it; -1: nothing is exchanged.
-        route: See plan/items.py.
-        num_ranks: Ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
-        num_nodes: Nodes of these ranks.
-        itemsize: Bytes of an element of the batches and of the exchanged data.
-        matrices: _Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
-        held: Elements of the bucket whose momentum and weights this rank updates.
-        foreign: Part of `held`: elements that are sent to owners.
-        idle: Part of `held`: elements whose results arrive by the relay.
+        number: Index of the bucket in the plan, equal on all ranks that exchange it; -1 if nothing is exchanged.
+        route: Way in which the bucket's matrices reach the ranks that orthogonalize them, see `plan.items.Route`.
+        num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
+        num_nodes: Number of nodes that these ranks are on.
+        itemsize: Bytes per element in the batches and in the exchanged data.
+        matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
+        held: Number of elements of the bucket whose momentum and weights this rank updates.
+        foreign: Number of elements in `held` that are sent to other ranks (owners) to be orthogonalized.
+        idle: Number of elements in `held` whose results arrive in the relay, from another replica.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay.
         batches: Bytes of the batches in which `matrices` are orthogonalized.
-        largest: Elements of the largest tile that this rank holds.
+        largest: Number of elements in the largest tile (part of a matrix) that this rank holds.
     """
 
     number: int
@@ -127,15 +128,15 @@ class BucketCount:
 
 
 class Stored(NamedTuple):
-    """Bytes that one rank stores between steps. Flat buffers count with the engine's padding; the allocator's rounding
-    is not counted.
+    """Bytes that one rank stores between steps. The engine's padding of flat buffers is included; the memory
+    allocator's rounding is not.
 
     Attributes:
-        weights: Parameters.
-        gradients: Gradients as they are when `step()` is called.
-        momentum: Muon's momentum.
-        moments: AdamW's two moments.
-        masters: fp32 copies of the weights (ZeRO).
+        weights: Bytes of the parameters.
+        gradients: Bytes of the gradients, as stored when `step()` is called.
+        momentum: Bytes of Muon's momentum.
+        moments: Bytes of AdamW's two moments.
+        masters: Bytes of the fp32 copies of the weights that ZeRO keeps.
     """
 
     weights: int = 0
@@ -146,22 +147,22 @@ class Stored(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
+        """Total bytes stored between steps."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that store the same and do the same work. All counts are per rank.
+    """A set of ranks that store equal amounts and do equal work. All counts are per rank.
 
     Attributes:
-        ranks: Ranks of the class, ascending.
+        ranks: The ranks, ascending.
         stage: Pipeline stage of the ranks.
         stored: Bytes stored between steps.
-        buckets: Buckets in the order in which they run.
-        muon_elements: Elements that Muon updates on a rank (a replicated element counts on each rank).
-        adamw_elements: Elements that AdamW updates on a rank.
-        votes: Votes before a step.
+        buckets: Work in each bucket, in the order in which the buckets run.
+        muon_elements: Number of elements that Muon updates on a rank. Replicated elements count on every rank.
+        adamw_elements: Number of elements that AdamW updates on a rank.
+        votes: Number of votes (messages by which ranks agree to step) before a step.
     """
 
     ranks: tuple[int, ...]
@@ -179,18 +180,21 @@ class RankClass:
 
     @property
     def flops(self) -> int:
-        """Floating point operations of orthogonalization per rank."""
+        """Floating point operations that a rank spends on orthogonalization in a step."""
         return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
     def sent(self) -> Sent:
-        """Total that a rank sends in the exchanges of a step; `bytes` of it equals `Traffic.bytes_sent` of one step."""
+        """Total that a rank sends in all exchanges of a step. Its `bytes` equals the step's `Traffic.bytes_sent`."""
         return Sent(*map(sum, zip(Sent(), *(side for bucket in self.buckets for side in bucket.sent), strict=True)))
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes of a step beyond `stored`: batches and exchange buffers of two buckets, workspace of
-        four times the batches of one bucket, and 8 bytes per element of a portion of momentum (docs/memory.md)."""
+        """Upper bound on the bytes that a step needs beyond `stored`.
+
+        The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
+        bucket, and 8 bytes per element of the momentum that is updated at a time (docs/memory.md).
+        """
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
         portion = max((min(b.held, max(b.largest, PORTION_ELSEWHERE)) for b in self.buckets), default=0)
@@ -203,7 +207,7 @@ class RankClass:
 
     @property
     def orthogonalized(self) -> int:
-        """_Matrices that a rank orthogonalizes per step; equals `Traffic.orthogonalized`."""
+        """Number of matrices that a rank orthogonalizes in a step; equals `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
@@ -215,10 +219,10 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
 
     Args:
         plan: The plan.
-        node_of: Rank -> index of its node.
+        node_of: Function from a rank to the index of its node.
 
     Returns:
-        Rank (ascending, every rank that takes part) -> its buckets, in the plan's order.
+        The work of each rank in its buckets, in the plan's order. The keys are all ranks that take part, ascending.
     """
     found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
     tiles = _Tiles(plan)
@@ -229,14 +233,15 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
 
 
 class _Ways(NamedTuple):
-    """Tiles of one matrix as arrays: rank by rank, and within a rank in the order of its program.
+    """Tiles (parts) of one matrix on all ranks, as arrays with one entry per tile. Entries are sorted by rank, and on
+    each rank by the order in which the rank processes them.
 
     Attributes:
         at: Rank that stores the tile.
-        numel: Elements of the tile.
+        numel: Number of elements in the tile.
         owner: Rank that orthogonalizes the matrix for rank `at`.
-        source: Rank that exchanges the tile with the owner, one of those that store a copy of it; the owner itself if
-            the owner stores the tile.
+        source: Rank that exchanges the tile with the owner. If several ranks store copies of the tile, only one of them
+            does so; it is the owner itself if the owner stores a copy.
     """
 
     at: _Ints
@@ -246,7 +251,7 @@ class _Ways(NamedTuple):
 
 
 class _Tiles:
-    """Tiles of all matrices of a plan, cached: matrices with the same layout and owners share them."""
+    """Cache of the tiles of all matrices in a plan. Matrices with the same layout and owners share an entry."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -254,7 +259,7 @@ class _Tiles:
         self._ways: dict[tuple[Any, ...], _Ways] = {}
 
     def ways(self, item: Item) -> _Ways:
-        """Tiles of a matrix, with the ranks that exchange them."""
+        """Return the tiles of a matrix, with the ranks that exchange them."""
         layout = self._plan.specs[item.param].layout
         key = id(layout), item.matrix
         owned = *key, item.owners
@@ -277,7 +282,7 @@ class _Tiles:
 def _counts(
     plan: Plan, number: int, bucket: Bucket, tiles: _Tiles, node_of: Callable[[int], int]
 ) -> Iterator[BucketCount]:
-    """Yield the work of each rank of a bucket. `number`: index of the bucket in the plan."""
+    """Yield the work of each rank in a bucket. `number` is the bucket's index in the plan."""
     items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:
@@ -296,7 +301,7 @@ def _counts(
     }
     told = list(_told(plan, bucket, tiles)) if bucket.exchange else []
     exchanging, relays = bucket.ranks[:1], False
-    if bucket.exchange:  # if each replica has its own owners, each exchanges separately
+    if bucket.exchange:  # replicas that have their own owners exchange separately
         exchanging = layouts[0].replicas[0] if len(items[0].owners) > 1 else bucket.ranks
         relays = any(of.has_replicas and len(item.owners) == 1 for of, item in zip(layouts, items, strict=True))
     num_nodes = len(set(map(node_of, exchanging)))
@@ -335,9 +340,11 @@ def _counts(
 
 
 def _told(plan: Plan, bucket: Bucket, tiles: _Tiles) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the messages that bring stage state to the ranks that store it, as (exchange, sender, receiver, bytes). The
-    sender is the owner if the rank exchanges tiles with the owner or stores no tile of the matrix; otherwise it is the
-    source of the rank's first tile."""
+    """Yield the messages that send a stage's state to the ranks that store it, as (exchange, sender, receiver, bytes).
+
+    The sender is usually the matrix's owner, the rank that orthogonalizes it. If the receiver does not exchange any of
+    its tiles with the owner because another replica does, the sender is the rank that exchanges its first tile.
+    """
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
     for item, kept in travelling:
@@ -359,8 +366,8 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 def _sides(
     messages: _Messages, more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[Sent], list[Sent]]:
-    """Bytes and peers of each of `ranks` in one exchange: two lists, of sending and of receiving. `more`: further
-    messages, one by one."""
+    """Count the bytes and peers of each rank in one exchange. Returns two lists: for sending and for receiving. `more`
+    holds additional messages as (sender, receiver, bytes)."""
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))
     pairs, of_message = np.unique(

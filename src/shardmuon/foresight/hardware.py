@@ -1,20 +1,22 @@
-"""Data of machines: peaks, memory, links, latencies, and the share of the peaks that real shapes reach.
+"""Performance data of machines: peak FLOP/s, memory, links, latencies, and the fraction of the peak that matrix
+products of real shapes reach.
 
-`Rates` converts products, exchanges and memory passes to seconds, with all uncertain numbers at their best, in the
-middle and at their worst. A machine's file (`data/hardware/`) gives the source of each number, and whether it was
-checked. Every answer lists the unchecked numbers it used, and the tables it read beyond their ends.
+`Rates` estimates the seconds that matrix products, exchanges and passes over memory take. Each estimate has three
+values: all uncertain numbers at their best, in the middle, and at their worst. A machine's file (`data/hardware/`)
+gives the source of each number, and says whether the number was checked. `Rates` records the unchecked numbers that
+were used, and the tables that were read beyond their ends.
 
 [Note: how an exchange is timed]
-    NCCL implements an all-to-all as sends and receives and has no cost model of it. Measured tables are used if the
-    machine has any. Otherwise the time is a latency, plus a little per peer, plus the time of the slower of two paths:
-    the links inside a node, and the rank's share of the network (an all-to-all cannot use other ranks' NICs:
-    nccl-tests#267).
+    NCCL implements an all-to-all as sends and receives and has no cost model for it. If the machine's file has measured
+    times, they are used. Otherwise the time is a latency, plus a little for each peer, plus the transfer time on the
+    slower of two paths: the links inside a node, and the rank's share of the network (an all-to-all cannot use the NICs
+    of other ranks: nccl-tests#267).
 
 [Note: batches]
-    Matrices of one shape run in batches. The batch size depends on shape and device; the last batch is padded with
-    zeros, which take time but do not count as work of the plan. If the library is good at it, a batch of small products
-    fills a device as well as one large product. So a batch's efficiency lies between that of one of its matrices and
-    that of one matrix as large as the whole batch; the interval covers both.
+    Matrices of one shape are processed in batches. The batch size depends on the shape and the device. The last batch
+    is padded with zeros, which take time but do not count as work in the plan. With a good library, a batch of small
+    products uses a device as well as one large product does. So the efficiency of a batch is between the efficiency of
+    one of its matrices and that of a single matrix as large as the whole batch. The interval covers both.
 """
 
 from __future__ import annotations
@@ -33,20 +35,21 @@ from numpy.typing import NDArray
 from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
 
-# Bytes that a pass reads and writes per fp32 element, without those of the wire's dtype. Kernels run one after another
-# on lists of tensors (foreach).
-#   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
-#   momentum: the first lerp alone, for elements that another replica sends.
-#   apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
+# Bytes that each pass over memory reads and writes per fp32 element, not counting the buffers that are sent or received
+# (in the wire dtype). A pass is a sequence of kernels, each of which runs on lists of tensors (foreach). G is the
+# gradient, B the momentum buffer, U the update, W the weight.
+#   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
+#   momentum: only the first lerp, for elements that another replica sends.
+#   apply: scale (read W, write W), widen (read the receive buffer, write U), add (read U, read W, write W).
 #   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
 _BATCHED = ("standard", "gram")
-# Kernel launches in five Newton-Schulz steps (operations except views, counted under a TorchDispatchMode), per batch,
-# or per matrix for methods that do not batch. With small matrices the launches bound the time from below.
+# Kernel launches in five Newton-Schulz steps: operations except views, counted under a TorchDispatchMode. They count
+# per batch, or per matrix for methods that do not batch. For small matrices, launches determine the least time.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Name of a number in a file, or the first words of the name for a family of numbers -> its meaning, in SI units. For
-# tables, the size they are indexed by is in parentheses.
+# Meaning of each number in a hardware file, in SI units. A key is a number's name, or the first words of the names of
+# several related numbers. For tables, the size by which they are indexed is in parentheses.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -70,7 +73,7 @@ _NUMBERS = {
     "mfu": "share of the peak that forward and backward reach in training",
     "efficiency of": 'share of the peak (short side), by what is multiplied: "METHOD DTYPE", a dtype, or "any"',
 }
-# Optional numbers of a file; all are times.
+# Numbers that a hardware file may leave out; all are times.
 _OPTIONAL = {
     "all-to-all": "seconds (bytes that a rank sends), by ranks of one node",
     "pass pack": "seconds an element (elements of a fragment)",
@@ -79,13 +82,13 @@ _OPTIONAL = {
     "ranks at once": "factor on the time of products and passes (ranks that compute on a node)",
 }
 _TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # lower is better
-_GROWING = ("all-to-all", "ranks at once")  # grow in proportion beyond the last size; other tables stay constant there
+_GROWING = ("all-to-all", "ranks at once")  # tables that grow in proportion beyond their last size; others are constant
 
-_Row = tuple[float, float, float, float]  # size; least, middle and largest value measured at this size
+_Row = tuple[float, float, float, float]  # a size, and the least, middle and largest value measured at this size
 
 
 class Time(NamedTuple):
-    """Uncertain number, usually seconds, as an interval with a middle.
+    """An uncertain number, usually of seconds, as an interval with a middle.
 
     Attributes:
         lo: Least value.
@@ -98,21 +101,21 @@ class Time(NamedTuple):
     hi: float
 
     def __str__(self) -> str:
-        """_Ends of the interval as text, such as "1.2 .. 3.4 ms"."""
+        """Format the ends of the interval, such as "1.2 .. 3.4 ms"."""
         return seconds(self.lo, self.hi)
 
 
 def seconds(*values: float) -> str:
-    """Seconds as text, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
+    """Format seconds, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
     return scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
 
 
 def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
-    """Format numbers with a common unit, as whole numbers or with three digits: the largest unit in which the last
-    number is at least 1.
+    """Format numbers with a common unit, as whole numbers or with three digits. The unit is the largest one in which
+    the last number is at least 1.
 
     Args:
-        values: Numbers in the first unit.
+        values: Numbers, in the first unit.
         step: Ratio of each unit to the previous one.
         units: Names of the units, ascending.
     """
@@ -126,14 +129,15 @@ def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Known:
-    """Number of a machine, or table of values by size, with its source.
+    """A number that describes a machine, or a table of such numbers by size, with its source.
 
     Attributes:
-        source: An address, a datasheet, a command.
-        verified: True if it was read in the source itself; False if derived or second-hand.
-        rows: Aspect ratio (long side / short side; 1 if the table has none) -> rows by size, interpolated linearly in
-            the logarithms of size and value. A plain number has one row, of size 1.
-        slope: Behavior beyond the last size: 0 keeps the value (a rate), 1 grows in proportion (a time).
+        source: Origin of the number: an address, a datasheet or a command.
+        verified: True if the number was read in the source itself; False if it is derived or second-hand.
+        rows: Aspect ratio (long side / short side; 1 if the table has none) -> rows sorted by size. Values between two
+            rows are interpolated linearly in the logarithms of size and value. A plain number has one row, of size 1.
+        slope: Behavior beyond the last size: 0 if the value stays constant (a rate), 1 if it grows in proportion to the
+            size (a time).
     """
 
     source: str
@@ -142,8 +146,8 @@ class _Known:
     slope: float = 0.0
 
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[Time, bool]:
-        """(value, True if beyond the table's ends) at a size > 0 and an aspect ratio, interpolated by size at both
-        neighboring aspect ratios, then between these."""
+        """Look up the value at a size > 0 and an aspect ratio. It is interpolated by size at the two neighboring aspect
+        ratios, then between the two results. Returns the value, and True if the size is beyond the table's ends."""
         aspects = sorted(self.rows)
         along = [self._along(self.rows[one], size) for one in aspects]
         value = Time(*(_between(aspect, aspects, [one[i] for one, _ in along]) for i in range(3)))
@@ -152,13 +156,14 @@ class _Known:
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[Time, bool]:
         sizes = [row[0] for row in rows]
-        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, times stay constant: all latency
+        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, time is all latency
         value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate linearly in logarithms. Measured places return the measured value; beyond the ends, the end's."""
+    """Interpolate the value at `at` linearly in logarithms, from values measured at ascending `places`. At a measured
+    place, the result is exactly the measured value; beyond an end, it is the value at that end."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -168,14 +173,15 @@ def _between(at: float, places: Sequence[float], values: Sequence[float]) -> flo
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine.
+    """Performance data of one kind of machine, as read from a hardware file.
 
     Attributes:
-        name: Name used in commands.
-        title: Title shown in reports.
+        name: Name that selects the machine in commands, such as "h100".
+        title: Description shown in reports.
         device: Type of torch device ("cuda", "cpu", ..), which decides the plan's defaults.
-        numbers: Numbers by name ("link", "peak bfloat16", "all-to-all 4"), see `_NUMBERS` and `_OPTIONAL`.
-        notes: Remarks printed with prices.
+        numbers: Numbers by name, such as "link", "peak bfloat16" or "all-to-all 4"; `_NUMBERS` and `_OPTIONAL` list
+            them all.
+        notes: Remarks that reports print with time estimates.
     """
 
     name: str
@@ -185,10 +191,10 @@ class Hardware:
     notes: str = ""
 
     def __getitem__(self, name: str) -> _Known:
-        """Number or table by its name.
+        """Look up a number or table by its name.
 
         Raises:
-            ValueError: The hardware file does not have it.
+            ValueError: The hardware file has no number with this name.
         """
         if name not in self.numbers:
             alike = (other for other in self.numbers if other.split()[0] == name.split()[0])
@@ -196,17 +202,17 @@ class Hardware:
         return self.numbers[name]
 
     def middle(self, name: str) -> float:
-        """Middle value of a number, by its name."""
+        """Look up the middle value of a number by the number's name."""
         return self[name].at()[0].mid
 
     @property
     def gpus_per_node(self) -> int:
-        """Ranks connected by the fast links."""
+        """Number of ranks on a node, that is, ranks that are connected by fast links."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
-        """Name of the efficiency table that best matches `how` (text of a `Choice`) with products in `dtype`;
-        "efficiency of any" if none matches."""
+        """Return the name of the efficiency table that best matches an orthogonalization method (`how`, text of a
+        `Choice`) with matrix products in `dtype`; "efficiency of any" if none matches."""
         exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
         others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
         names = (*(f"efficiency of {key}" for key in exact), *others)
@@ -216,17 +222,17 @@ class Hardware:
 # ------------------------------------------------------------------------------------------------------------- seconds
 
 
-_Ends = NDArray[np.float64]  # three values: all uncertain numbers at their best, middle and worst
+_Ends = NDArray[np.float64]  # (3,): the result with all uncertain numbers at their best, middle and worst
 
 
 @dataclass
 class Rates:
-    """Conversion of work to seconds on a machine. Records the uncertain numbers and tables that were used.
+    """Estimate the seconds that work takes on a machine, and record which doubtful numbers the estimates used.
 
     Attributes:
-        hardware: Machine of every rank.
-        unverified: Name -> source of each used number that was not checked.
-        extrapolated: "table: size" for each read beyond a table's ends; the values are None.
+        hardware: Machine that every rank runs on.
+        unverified: Name -> source, for each number that was used although nobody has checked it.
+        extrapolated: Dict whose keys are "table: size" for each lookup beyond a table's ends; its values are None.
     """
 
     hardware: Hardware
@@ -234,20 +240,21 @@ class Rates:
     extrapolated: dict[str, None] = field(default_factory=dict)
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
-        """Number, or a table's value at a size. `where`: text to record if the size is beyond the table's ends."""
+        """Look up a number, or a table's value at a size. `where` is the text that is recorded if the size is beyond
+        the table's ends."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
         return np.array(found if name.startswith(_TIMES) else found[::-1])
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
-        """Seconds to orthogonalize `count` equal matrices on one rank, see [Note: batches].
+        """Estimate the seconds to orthogonalize `count` matrices of one shape on one rank, see [Note: batches].
 
         Args:
             rows, cols: Shape of each matrix.
-            how: Text of a `Choice`.
+            how: Text of a `Choice`: the orthogonalization method and the dtype of its matrix products.
             count: Number of matrices.
-            flops: Floating point operations of one matrix.
+            flops: Floating point operations to orthogonalize one matrix.
         """
         if not flops or not count:
             return np.zeros(3)
@@ -259,7 +266,8 @@ class Rates:
         in_batches = choice.method in _BATCHED
         size = batch_size(rows, cols, device) if in_batches else 1
         alone, outside = table.at(short, aspect)
-        # A batch larger than the table's largest matrix gets that matrix's efficiency, not noted as extrapolation.
+        # A batch larger than the table's largest matrix gets that matrix's efficiency. This is not recorded as an
+        # extrapolation, because the matrices themselves may be within the table.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         best, worst = max(alone.hi, filled.hi), min(alone.lo, filled.lo)
@@ -276,7 +284,7 @@ class Rates:
         num_peers: int,
         spans_nodes: bool,
     ) -> dict[str, _Ends]:
-        """Seconds of latency and on the wire of one all-to-all, see [Note: how an exchange is timed]."""
+        """Estimate the seconds of one all-to-all, as latency and transfer time: [Note: how an exchange is timed]."""
         if num_ranks <= 1:
             return {"latency": np.zeros(3), "wire": np.zeros(3)}
         tables = [int(name.split()[1]) for name in self.hardware.numbers if name.startswith("all-to-all")]
@@ -296,13 +304,13 @@ class Rates:
         return {"latency": latency + self.of("latency_peer") * num_peers, "wire": wire}
 
     def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> _Ends:
-        """Seconds of a memory pass.
+        """Estimate the seconds of a pass over memory, such as applying updates to weights.
 
         Args:
             what: Kind of pass, a key of `_BYTES_MOVED`.
-            elements: Elements in all.
-            fragment: Elements per fragment.
-            wire_bytes: Bytes per element of the wire's dtype.
+            elements: Total number of elements.
+            fragment: Number of elements in each contiguous fragment.
+            wire_bytes: Bytes per element in the buffers that are sent or received.
         """
         if not elements:
             return np.zeros(3)
@@ -312,16 +320,17 @@ class Rates:
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
     def memory(self, size: int) -> _Ends:
-        """Seconds to read and write `size` bytes in all."""
+        """Estimate the seconds of memory traffic of `size` bytes, reads and writes together."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
     def slowdown(self, num_ranks: int) -> _Ends:
-        """Factor by which computation slows down when this many ranks of a node compute at once."""
+        """Look up the factor by which computation slows down when this many ranks on a node compute at once."""
         name = "ranks at once"
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record a used number if it is unverified, and `beyond`, the size, if a table was read beyond its ends."""
+        """Record the use of a number if it is unverified, and of a table if it was read beyond its ends. `beyond` is
+        then the size as text; it is empty otherwise."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:
@@ -335,16 +344,16 @@ _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its n
 
 
 def names() -> tuple[str, ...]:
-    """Names of the hardware files that come with the package."""
+    """List the names of the hardware files that come with the package."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def load(name: str | Path) -> Hardware:
-    """Load a machine by its name, or from a .yaml file.
+    """Load the data of a machine by its name, or from a .yaml file.
 
     Raises:
-        ImportError: PyYAML is missing.
-        ValueError: There is no such machine or file, or the file is incomplete; the message says what to write.
+        ImportError: PyYAML is not installed.
+        ValueError: The machine or file does not exist, or the file is incomplete. The message says what to write.
     """
     text = str(name)
     path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
@@ -364,10 +373,10 @@ def load(name: str | Path) -> Hardware:
 
 
 def _parse(data: Any, where: str) -> Hardware:
-    """Check and convert the content of a hardware file. `where`: its name, for messages.
+    """Check and convert the content of a hardware file. `where` is the file's name, for error messages.
 
     Raises:
-        ValueError: The content is incomplete or wrong, see `load`.
+        ValueError: The content is incomplete or wrong. The message says what to write.
     """
     given = data.get("numbers") if isinstance(data, Mapping) else None
     if not isinstance(given, Mapping):
@@ -389,7 +398,8 @@ def _parse(data: Any, where: str) -> Hardware:
 
 
 def _known(data: Any, slope: float) -> _Known:
-    """Parse an entry: a value, low and high ends, or a table's rows, possibly one set of rows per aspect ratio."""
+    """Parse an entry of a hardware file: a value, the two ends of an interval, or the rows of a table, possibly with
+    separate rows for each aspect ratio."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))
@@ -401,10 +411,11 @@ def _known(data: Any, slope: float) -> _Known:
 
 
 def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
-    """Parse a table's rows, (size, lo, mid, hi) or (size, lo, hi); returns them sorted by size.
+    """Parse the rows of a table, (size, lo, mid, hi) or (size, lo, hi), and sort them by size.
 
     Raises:
-        ValueError: There are no rows, a size occurs twice, or numbers of several rows are not positive or not in order.
+        ValueError: There are no rows, a size occurs twice, or a table of several rows has numbers that are not positive
+            or not in ascending order.
     """
     found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
     if len({at for at, *_ in found}) < max(1, len(found)) or (len(found) > 1 and min(map(min, found)) <= 0.0):
@@ -413,8 +424,8 @@ def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
 
 
 def _row(numbers: Sequence[float]) -> _Row:
-    """Parse a row into (size, least, middle, largest value). A missing middle is the geometric mean of the ends, or
-    half the upper end if the lower is 0."""
+    """Parse a row into (size, least, middle, largest value). If the middle is missing, it is the geometric mean of the
+    ends, or half of the upper end if the lower end is 0."""
     if len(numbers) not in (3, 4):
         raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")
     at, low, *middle, high = map(float, numbers)

@@ -1,8 +1,9 @@
-"""Plan a job without its ranks: mesh, layouts, routing, plans and counts of a model.
+"""Plan a job without starting its ranks: lay out a model on a mesh, make its plans, and count the work of each rank.
 
 [Note: units]
-    A unit is a set of parameters that are planned together: those of one pipeline stage, or of one ZeRO group. Layouts
-    come from the same functions of layout/ that read live tensors, so the plan has the live job's digests.
+    A unit is a set of parameters that are planned together: the parameters of one pipeline stage, or of one optimizer
+    group under ZeRO. Layouts come from the same functions in layout/ that read live tensors, so the plan's digests
+    equal the digests in the live job.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ class Mesh:
     """Arrangement of a job's ranks, numbered in the order (pp, dp, shard, tp), last axis fastest.
 
     Attributes:
-        dp: Replicas: DDP's ranks, HSDP's outer axis; with engine "zero" the ranks that flat buffers are sharded over.
-        shard: Ranks that parameters are sharded over (FSDP).
-        tp: Tensor-parallel ranks.
-        ep: Expert-parallel ranks. They are taken from shard x tp, so they do not multiply `world`.
-        pp: Pipeline stages.
-        gpus_per_node: Ranks of one node.
+        dp: Number of replicas (DDP's ranks, or HSDP's outer axis). With engine "zero", the number of ranks over which
+            flat buffers are sharded.
+        shard: Number of ranks over which parameters are sharded (FSDP).
+        tp: Number of tensor-parallel ranks.
+        ep: Number of expert-parallel ranks. They are a subset of the shard x tp ranks, so they do not add to `world`.
+        pp: Number of pipeline stages.
+        gpus_per_node: Number of ranks on one node.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero" (DeepSpeed's ZeRO 1 and
             2, which store fp32 weights and momentum themselves).
     """
@@ -72,11 +74,11 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks in the job."""
         return self.dp * self.shard * self.tp * self.pp
 
     def __str__(self) -> str:
-        """The mesh as a user writes it."""
+        """Format the mesh as users write it, e.g. "dp=8 shard=64"."""
         sizes = ((name, getattr(self, name)) for name in _AXES)
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
 
@@ -87,10 +89,11 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> Mes
     Args:
         text: ``axis=size`` pairs separated by spaces or commas; omitted axes have size 1.
         engine: "torch" or "zero", see `Mesh`.
-        gpus_per_node: Ranks of a node.
+        gpus_per_node: Number of ranks on a node.
 
     Raises:
-        ValueError: The text is not a mesh, or the engine does not support it; the message says what to write.
+        ValueError: The text does not describe a mesh, or the engine does not support the mesh. The message says what to
+            write.
 
     Examples:
         >>> _parse_mesh("dp=2 shard=64 tp=8").world
@@ -140,7 +143,7 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> Mes
 
 
 class _Placed(NamedTuple):
-    """Parameter with its layout and, for a DTensor, its mesh and placements."""
+    """A parameter with its layout and, if it is a DTensor, with its mesh and placements."""
 
     param: Param
     layout: ParamLayout
@@ -148,14 +151,15 @@ class _Placed(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """Parameters that share one plan, see [Note: units].
+    """A set of parameters that share one plan, see [Note: units].
 
     Attributes:
-        ranks: Ranks of the unit.
-        placed: Parameters of the unit.
-        stepped: For a flat buffer (ZeRO): elements that each rank updates, padding included; every rank stores the
-            weights of the whole buffer. 0: no flat buffer, each rank updates and stores the elements it holds.
-        stage: Pipeline stage; for stages with equal layers, the first of them.
+        ranks: Ranks that store the parameters.
+        placed: The parameters with their layouts.
+        stepped: For a flat buffer (ZeRO), the number of elements that each rank updates, padding included; every rank
+            stores the weights of the whole buffer. 0 if there is no flat buffer: each rank then stores and updates only
+            its shards.
+        stage: Index of the pipeline stage. Stages with equal layers all have the index of the first of them.
     """
 
     ranks: Ranks
@@ -164,8 +168,8 @@ class _Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> NDArray[np.int64]:
-        """Counts per rank, (4, ranks): elements that Muon updates, elements that AdamW updates, weights stored, and
-        scales of 8-bit momentum."""
+        """Count elements on each rank. Returns an array of shape (4, ranks): elements that Muon updates, elements that
+        AdamW updates, weights stored, and scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {one.layout for one in self.placed}}
         for param, layout, _ in self.placed:
@@ -174,14 +178,15 @@ class _Unit(NamedTuple):
             of_kind += numel
             stored += numel
             scales += num_scales * param.use_muon
-        if self.stepped:  # the parameters of one optimizer group: all Muon's or all AdamW's
+        if self.stepped:  # a flat buffer belongs to one optimizer group, so either Muon or AdamW updates all of it
             found[0 if self.placed[0].param.use_muon else 1] = self.stepped
             found[2] = self.stepped * len(self.ranks)
         return found
 
 
 def _held(layout: ParamLayout) -> NDArray[np.int64]:
-    """Elements held and their scales of 8-bit momentum, by position in `layout.ranks`: (2, ranks)."""
+    """Count the elements that each rank holds, and the scales of their 8-bit momentum. Returns an array of shape
+    (2, ranks), in the order of `layout.ranks`."""
     rows, known = layout.view.num_row_dims, dict[object, tuple[int, int]]()
     for of_rank in set(layout.held):
         pieces = [held.piece for held in of_rank]
@@ -192,11 +197,11 @@ def _held(layout: ParamLayout) -> NDArray[np.int64]:
 
 
 def _make_units(params: Sequence[Param], mesh: Mesh) -> list[_Unit]:
-    """Split a job into units.
+    """Split the parameters of a job into units, which are planned separately ([Note: units]).
 
     Args:
         params: Trainable parameters, in the order of the optimizer's groups.
-        mesh: Arrangement of ranks.
+        mesh: Arrangement of the job's ranks.
 
     Raises:
         ValueError: The mesh does not fit the parameters; the message says what to write.
@@ -211,8 +216,8 @@ def _make_units(params: Sequence[Param], mesh: Mesh) -> list[_Unit]:
 
 
 def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
-    """Parameters of each pipeline stage. Layers are divided evenly, with one more for the first stages if there is a
-    remainder. Parameters before the layers go to the first stage, those after the layers to the last."""
+    """Divide parameters among pipeline stages. Layers are divided evenly; if there is a remainder, the first stages get
+    one more layer each. Parameters before the layers go to the first stage, parameters after them to the last stage."""
     if mesh.pp == 1:
         return [list(params)]
     num_layers = 1 + max((p.layer for p in params if p.layer < AFTER), default=-1)
@@ -245,11 +250,12 @@ def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]
 
 
 def _place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
-    """Placements of a parameter after `parallelize_module` and then `fully_shard`; experts are placed as in torchtitan.
+    """Return the placements that a parameter has after `parallelize_module` and then `fully_shard`. Experts are placed
+    as in torchtitan.
 
-    With ep > 1 experts are on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
-    shards along their rows if there are more ranks than experts, else along the stack of experts. DDP's plain tensors
-    are treated as replicated DTensors.
+    With ep > 1, experts are on a mesh (dp, shard x tp / ep, ep). Each expert-parallel rank then has whole experts. FSDP
+    shards these along their rows if there are more ranks than experts, and otherwise along the dim that indexes
+    experts. DDP's plain tensors are treated as replicated DTensors.
     """
     axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
@@ -273,8 +279,9 @@ def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
 
 
 def _flat_buffers(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]:
-    """One unit per optimizer group: a flat buffer of the group's parameters, padded at the end to a multiple of 2 x
-    ranks and cut into equal parts (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19)."""
+    """Make one unit per optimizer group, as ZeRO does. A group's parameters form a flat buffer, which is padded at the
+    end to a multiple of 2 x ranks and split into equal parts (`nccl_start_alignment_factor` in DeepSpeed's
+    stage_1_and_2.py, 0.19)."""
     lay, num, found = cache(_flat), len(ranks), []
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)
@@ -291,8 +298,8 @@ def _flat(view: MatrixView, ranks: Ranks, held: _Ranges) -> ParamLayout:
 
 
 def in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
-    """Range of the elements [at, at + size) that falls into each of `num_ranks` equal parts of `part` elements. Ranges
-    are relative to `at`; (0, 0) if empty."""
+    """Split the elements [at, at + size) of a flat buffer by rank, where each of `num_ranks` ranks has `part`
+    consecutive elements of the buffer. Returns each rank's range relative to `at`; (0, 0) if it is empty."""
     cuts = [min(max(rank * part - at, 0), size) for rank in range(num_ranks + 1)]
     return tuple((start, stop) if start < stop else (0, 0) for start, stop in itertools.pairwise(cuts))
 
@@ -306,14 +313,15 @@ class Exact:
 
     Attributes:
         model: Name of the model, as the user gave it.
-        source: Origin of the model's shapes (an address, a file, a function).
-        muon_params, adamw_params: Trainable elements that Muon and AdamW update; tied parameters count once.
-        mesh: Arrangement of ranks.
-        classes: Classes of ranks that store and do the same, in the order of their lowest ranks.
-        digests: "index of the plan: ranks" for each group of ranks that exchange anything -> hex digest of the group's
-            part of the plan, equal to the one in `Plan.digests` of the live job.
-        options: Other inputs of the plan, as text by name: device, dtype of weights, changed options.
-        tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
+        source: Origin of the model's shapes: an address, a file or a function.
+        muon_params, adamw_params: Number of trainable elements that Muon and AdamW update. Tied parameters count once.
+        mesh: Arrangement of the job's ranks.
+        classes: Classes of ranks that store equal amounts and do equal work, sorted by their lowest ranks.
+        digests: Hex digests of the plan's parts, one for each group of ranks that exchange anything, keyed by "index of
+            the plan: ranks". They equal `Plan.digests` in the live job.
+        options: Other inputs of the plan, as text by name: device, dtype of weights, and options that are not defaults.
+        tokens_flops: Floating point operations per token in the forward and backward pass, 6 x active parameters; 0 if
+            unknown.
     """
 
     model: str
@@ -328,12 +336,12 @@ class Exact:
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks in the job."""
         return self.mesh.world
 
     @property
     def largest(self) -> RankClass:
-        """Class of the ranks that need the most memory in a step."""
+        """The class of ranks that needs the most memory in a step."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
@@ -349,24 +357,27 @@ def count(
     active_params: float | None = None,
     **options: Any,
 ) -> Exact:
-    """Plan a job without its ranks, and count what each rank stores, sends and computes.
+    """Plan a job without starting its ranks, and count what each rank stores, sends and computes.
 
-    Routing, layouts and the plan are made by the live job's own code, so `Exact.digests` equal the digests of a live
-    job with the same options.
+    Routing, layouts and the plan are made by the same code as in a live job, so `Exact.digests` equal the digests of a
+    live job with the same options.
 
     Args:
-        model: See `models.load_model`.
-        mesh, engine: See `_parse_mesh`.
-        gpus_per_node: Ranks of a node.
+        model: Name of a preset, path of a config.json, MODULE:FUNCTION or a module, see `models.load_model`.
+        mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8".
+        engine: Framework that shards parameters: "torch" or "zero", see `Mesh`.
+        gpus_per_node: Number of ranks on a node.
         device: Type of torch device: "cuda" or "cpu".
-        weights: dtype of the model's parameters, and of their gradients, as with `fully_shard` and DDP.
-        machine: Machine by whose rates buckets are chosen. Default: the one that a live job on such a device uses.
-        active_params: Number of parameters used per token. Default: all but embeddings; for a model with experts, the
-            preset's number, or unknown if the model is not a preset.
+        weights: dtype of the model's parameters and, as with `fully_shard` and DDP, of their gradients.
+        machine: Machine whose speed decides how matrices are divided into buckets. Default: the machine that a live job
+            on this type of device would use.
+        active_params: Number of parameters used per token. Default: all except embeddings. For a model with experts,
+            the default is the preset's number, or unknown if the model is not a preset.
         **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
     Raises:
-        ValueError: The model has no shapes, or the mesh does not fit it; the message says what to write.
+        ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message says what
+            to write.
     """
     if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
@@ -404,11 +415,11 @@ def count(
 
 
 class _Planned:
-    """Model on a mesh, with the options of its optimizer.
+    """A model on a mesh, with the options of its optimizer.
 
     Attributes:
         config: The optimizer's options.
-        params: Trainable parameters.
+        params: The model's trainable parameters.
     """
 
     def __init__(
@@ -421,7 +432,7 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # the live job will show routing's warnings
+        with warnings.catch_warnings():  # the live job will show the warnings that routing issues
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
@@ -454,8 +465,8 @@ class _Planned:
             yield RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
-        """Bytes that a rank stores between steps, from its numbers of elements that Muon and AdamW update, of weights,
-        and of scales of 8-bit momentum."""
+        """Compute the bytes that a rank stores between steps, from four counts: elements that Muon updates, elements
+        that AdamW updates, weights, and scales of 8-bit momentum."""
         size, momentum = self._weights.itemsize, self.config.momentum_dtype
         if self._mesh.engine == "zero":
             stepped = 4 * (muon + adamw)
@@ -469,10 +480,10 @@ def _voting(plan: Plan) -> set[int]:
 
 
 def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, ...]:
-    """Group the ranks whose counts are equal in all their units.
+    """Group ranks with equal counts in all their units into classes.
 
     Args:
-        shares: Rank -> its counts in each of its units, with an empty `ranks`.
+        shares: Rank -> its counts in each of its units, as classes whose `ranks` are empty.
     """
     members: dict[tuple[RankClass, ...], list[int]] = {}
     for rank in sorted(shares):
@@ -492,12 +503,13 @@ def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, .
 
 
 def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
-    """Counts of a plan. AdamW's elements and the bytes stored between steps are 0, because a plan does not list them.
+    """Count the work in a plan that exists already. AdamW's elements and the bytes stored between steps are 0, because
+    a plan does not list them.
 
     Args:
         plan: Plan of a live optimizer, or one made by hand.
-        gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
-        world: Number of ranks of the job. Default: the highest rank in the plan, plus 1.
+        gpus_per_node: Number of ranks on a node. A rank's node is rank // gpus_per_node.
+        world: Number of ranks in the job. Default: the highest rank in the plan, plus 1.
     """
     voting = _voting(plan)
     shares = {

@@ -1,9 +1,10 @@
-"""Models without values: from a preset, a Hugging Face configuration, a function, or a module of the user's.
+"""Make models whose parameters have shapes but no values, from a preset, a Hugging Face configuration, a function or
+the user's module.
 
 [Note: what works on a token]
     Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
-    embedding tables, which are only looked up, and the experts that a token is not routed to. With experts, the number
-    of active parameters comes from the preset or the user.
+    embedding tables, which are only looked up, and experts to which the token is not routed. For models with experts,
+    the number of active parameters comes from the preset or from the user.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"
 _EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
-_Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
+_Shapes = Mapping[str, Ints]  # parameter name -> shape
 
 
 # ---------------------------------------------------------------------------------------------- which model is meant
@@ -41,16 +42,17 @@ _Shapes = Mapping[str, Ints]  # name of a parameter -> its shape
 def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
     """Load a model from a preset, a configuration, a function or a module.
 
-    Returns its name, the origin of its shapes (an address, a file, a function), the module on the meta device, and the
-    number of elements used per token, see [Note: what works on a token]; 0: unknown, because the model has experts and
-    is not a preset.
-
     Args:
-        model: A preset's name; the path of a Hugging Face config.json or of its folder; MODULE:FUNCTION; or a module,
-            best on the meta device.
+        model: Name of a preset, path of a Hugging Face config.json or of its folder, MODULE:FUNCTION, or a module
+            (preferably on the meta device).
+
+    Returns:
+        The model's name; the origin of its shapes (an address, a file or a function); the module on the meta device;
+        and the number of parameter elements used per token ([Note: what works on a token]), which is 0 (unknown) if the
+        model has experts and is not a preset.
 
     Raises:
-        ValueError: `model` is none of these, or does not determine the shapes.
+        ValueError: `model` is none of these, or the shapes cannot be determined from it.
     """
     if isinstance(model, nn.Module):
         return type(model).__name__, "the module given", model, _active_of(model)
@@ -69,31 +71,32 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    """Data of each preset by name: title, source, published_parameters, active_parameters (with experts), published_at,
-    and config (see `build`)."""
+    """Load the data of all presets, by name. A preset has a title, source, published_parameters, active_parameters (for
+    models with experts), published_at, and config (the sizes that `build` takes)."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(_PRESETS.glob("*.json"))}
 
 
 def _active_of(module: nn.Module) -> int:
-    """Parameter elements used per token (`load_model`); 0 for a module with experts."""
+    """Count the parameter elements that each token uses, see [Note: what works on a token]; 0 for a model with experts,
+    for which the number is unknown."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
-    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # a stack, or by name
+    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # 3-D: a stack
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
 def make_model(text: str, meta: bool) -> nn.Module:
-    """Build the model of a Hugging Face config, or of MODULE:FUNCTION. `meta`: call the function under the meta device,
-    on which a config's model always is."""
+    """Build a model from a Hugging Face config or from MODULE:FUNCTION. A config's model is always on the meta device;
+    `meta` says whether the function also runs under the meta device."""
     return _from_config(text) if _is_config(text) else _from_function(text, meta)
 
 
 def _is_config(text: str) -> bool:
-    """True if `text` is the path of a .json file, or of a folder with a config.json."""
+    """Return True if `text` is the path of a .json file or of a folder that contains a config.json."""
     return text.endswith(".json") or (Path(text) / "config.json").is_file()
 
 
 def _from_config(text: str) -> nn.Module:
-    """Build the model of a Hugging Face config with transformers, on the meta device."""
+    """Build a model from a Hugging Face config with transformers, on the meta device."""
     if not Path(text).exists():
         raise FileNotFoundError(f"{text}: there is no such file")
     try:
@@ -105,22 +108,22 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # on the meta device weights are tied only by an explicit call
+    if hasattr(model, "tie_weights"):  # on the meta device, transformers ties weights only if asked to
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
 
 
 def _from_function(text: str, meta: bool) -> nn.Module:
-    """Build or import the model named by MODULE:NAME or FILE.py:NAME; the name is that of a function that returns the
-    model, or of the model itself. `meta`: call the function under the meta device."""
+    """Build or import the model named by MODULE:NAME or FILE.py:NAME, where NAME is a function that returns the model,
+    or the model itself. If `meta` is True, the function runs under the meta device."""
     module_name, _, name = text.partition(":")
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    sys.path.insert(0, folder)  # as `python -m` would
+    sys.path.insert(0, folder)  # like `python -m`, which can import from the current folder
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
     finally:
@@ -134,18 +137,18 @@ def _from_function(text: str, meta: bool) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------ modules from shapes
 
-_Make = Callable[[Ints], nn.Module]  # shape of a module's first parameter -> the module
+_Make = Callable[[Ints], nn.Module]  # makes a module from the shape of its first parameter
 
 
 @cache
 def _type(name: str) -> type[nn.Module]:
-    """Module class with this name. Routing recognizes some modules by the name of their class."""
+    """Make a module class with this name, because routing recognizes some modules by the name of their class."""
     return type(name, (nn.Module,), {})
 
 
 def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
-    """Module of class `kind` without parameters, with `numbers` as the attributes that routing reads. Skips the class's
-    `__init__`, which would initialize parameters."""
+    """Make a module of class `kind` that has no parameters but has the attributes that routing reads, given by
+    `numbers`. The class's `__init__` is skipped, because it would initialize parameters."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.__dict__.update(numbers)
@@ -153,13 +156,14 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
 
 
 def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
-    """Build a tree of modules with parameters of these names and shapes. Parameters are uninitialized, and the modules
-    have no forward.
+    """Build a tree of modules from the names and shapes of their parameters. The parameters are not initialized, and
+    the modules have no forward.
 
     Args:
-        shapes: Name -> shape of every parameter, in the model's order.
-        kinds: Name of a module -> function that makes the module from its parameter's shape. Default for other
-            modules, by weight: embedding if 2-D and named like one, else linear if 2-D, norm if 1-D and named norm.
+        shapes: Parameter name -> shape, in the model's order.
+        kinds: Module name -> function that makes the module from the shape of its parameter. Other modules are chosen
+            by their weight: an embedding if it is 2-D and named like one, otherwise a linear layer if it is 2-D, and a
+            norm if it is 1-D and named norm.
         device: Device of the parameters.
     """
     root = _bare(_type("Model"))
@@ -187,32 +191,33 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 # ----------------------------------------------------------------------------------------------------------- decoders
 
 
-# Sizes of a decoder, mostly named as in Hugging Face's configurations, with their defaults.
+# Default sizes of a decoder. Most names are the same as in Hugging Face's configurations.
 _DECODER: Mapping[str, Any] = {
     "num_key_value_heads": 0,  # 0: as many as num_attention_heads
-    "head_dim": 0,  # 0: hidden_size over num_attention_heads
+    "head_dim": 0,  # 0: hidden_size / num_attention_heads
     "intermediate_size": 0,  # of dense feed-forward layers
     "tie_word_embeddings": False,
-    "attention_bias": False,  # True: of q, k and v; "all": of o, too
-    "qk_norm": False,  # of each head's q and k
-    # "gated": gate, up and down. "plain": two layers with biases, LayerNorm with biases, transposed linear layers and
-    # learned positions (GPT-2).
+    "attention_bias": False,  # True: q, k and v have biases; "all": o has a bias, too
+    "qk_norm": False,  # True: a norm over each head's q and k
+    # "gated": gate, up and down projections. "plain": GPT-2's layer, with two linear layers that are stored transposed
+    # and have biases, LayerNorm with biases, and learned positions.
     "mlp": "gated",
     "max_position_embeddings": 0,  # only for learned positions
     "num_experts": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # experts that are always active, fused into one dense layer
     "first_k_dense": 0,  # number of dense layers before the layers with experts
-    "router_bias": False,  # one entry per expert
-    "expert_bias": False,  # biases in experts; gate and up fused in one stack, stored transposed (gpt-oss)
-    "attention_sinks": False,  # one entry per head (gpt-oss)
-    # latent attention (DeepSeek); kv_lora_rank 0: grouped-query attention; q_lora_rank 0: no compressed q
+    "router_bias": False,  # True: the router has a bias, one entry per expert
+    "expert_bias": False,  # True: experts as in gpt-oss, with biases, gate and up fused in one stack, stored transposed
+    "attention_sinks": False,  # True: a learned sink per head (gpt-oss)
+    # Latent attention (DeepSeek). kv_lora_rank 0 means grouped-query attention; q_lora_rank 0 means uncompressed q.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
 }
 
 
-# Parameters in a decoder's order: (conditions, name, dims), with conditions and dims as keys of `_words`. `_LAYER`'s
-# names follow model.layers.N. "plain" is GPT-2's layer: weights are (inputs, outputs), q, k and v are fused in columns.
+# Parameters of a decoder in the model's order, as (conditions, name, dims). Conditions and dims are keys of the dict
+# that `_words` returns. Names in `_LAYER` are relative to model.layers.N. "plain" is GPT-2's layer, whose weights are
+# stored as (inputs, outputs), with q, k and v fused along the columns.
 _FIRST = (
     ("", "model.embed_tokens.weight", "vocab width"),
     ("plain", "model.embed_positions.weight", "positions width"),
@@ -241,7 +246,7 @@ _LAYER = (
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
     ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
     ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
-    # DeepSeek's latent attention, with fused weights that routing splits
+    # DeepSeek's latent attention, with fused weights, which routing splits into matrices
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
     ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -254,7 +259,8 @@ _LAYER = (
     ("dense", "mlp.gate_proj.weight", "inner width"),
     ("dense", "mlp.up_proj.weight", "inner width"),
     ("dense", "mlp.down_proj.weight", "width inner"),
-    # router, experts as stacks (gpt-oss: gate and up columns interleaved in one stack), shared experts as one layer
+    # Router; experts as 3-D stacks (in gpt-oss, the columns of gate and up are interleaved in one stack); shared
+    # experts as one dense layer
     ("experts", "mlp.router.weight", "experts width"),
     ("experts router_bias", "mlp.router.bias", "experts"),
     ("experts biased", "mlp.experts.gate_up_proj", "experts width 2each"),
@@ -276,8 +282,8 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Values of the dims and conditions in `_FIRST`, `_LAYER` and `_LAST`; a condition holds if not 0. `layer`: number
-    of the layer, which decides if it has experts; -1 outside layers."""
+    """Return the values of the dims and conditions that `_FIRST`, `_LAYER` and `_LAST` name. A condition holds if its
+    value is not 0. `layer` is the layer's number, which decides whether the layer has experts; -1 outside layers."""
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     head, plain, each = c.head_dim or width // heads, c.mlp == "plain", c.moe_intermediate_size
     experts = 0 if layer < c.first_k_dense else c.num_experts
@@ -317,7 +323,7 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
 
 
 def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
-    """Name -> shape of each parameter in `rows` that meets its conditions. `above`: prefix of the names."""
+    """Return the names and shapes of the parameters in `rows` whose conditions hold. `above` is a prefix for names."""
     return {
         above + name: tuple(words[dim] for dim in dims.split())
         for conditions, name, dims in rows
@@ -326,13 +332,14 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
 
 
 def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Build a decoder's modules, without a forward: Hugging Face's names and shapes, torchtitan's stacks of experts.
+    """Build the modules of a decoder, without a forward. Names and shapes are as in Hugging Face's models, with experts
+    stacked as in torchtitan.
 
-    Modules that routing recognizes by class name have classes of these names.
+    Modules that routing recognizes by their class name get a class with that name.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.
-        device: Device of the parameters, which stay uninitialized.
+        device: Device of the parameters, which are not initialized.
     """
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
@@ -356,15 +363,15 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
-# Modules whose weights tensor parallelism shards along the outputs (_COLUMN) or the inputs (_ROW), by name in Hugging
-# Face, torchtitan, GPT-2 and Megatron.
+# Names of modules whose weights tensor parallelism shards along the outputs (_COLUMN) or the inputs (_ROW), as used by
+# Hugging Face, torchtitan, GPT-2 and Megatron.
 _COLUMN = re.compile(
     r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
     r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
     r"|output|output_layer|wte|embedding"
 )
 _ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
-AFTER = 1 << 30  # `Param.layer` of parameters after all layers
+AFTER = 1 << 30  # value of `Param.layer` for parameters that come after all layers
 
 
 @dataclass(frozen=True)
@@ -372,14 +379,14 @@ class Param:
     """One trainable parameter.
 
     Attributes:
-        name: Name without wrappers' prefixes.
+        name: Name of the parameter, without the prefixes that wrappers add.
         shape: Global shape.
-        group: Index of its optimizer group.
-        use_muon: True if Muon updates it: it is one matrix or several.
-        view: Its matrices; none for AdamW's.
-        cut: Dim that tensor parallelism shards, as a negative index; None: the parameter is replicated.
-        expert: True if its first dim indexes experts.
-        layer: Index of its layer; -1 before all layers, `AFTER` after them.
+        group: Index of the parameter's optimizer group.
+        use_muon: True if Muon updates the parameter, which then consists of one or more matrices.
+        view: The matrices in the parameter; there are none if AdamW updates it.
+        cut: Dim that tensor parallelism shards, as a negative index; None if the parameter is replicated.
+        expert: True if the first dim indexes experts.
+        layer: Index of the layer; -1 for parameters before all layers, `AFTER` for parameters after them.
     """
 
     name: str
@@ -400,8 +407,8 @@ class Param:
 def parameters_of(
     groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
 ) -> list[Param]:
-    """Every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`. `settings`:
-    those of each group; None for AdamW's."""
+    """List every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`.
+    `settings` has the Muon options of each group, or None for a group that AdamW updates."""
     layers, found = _layers(module), list[Param]()
 
     @cache
@@ -420,7 +427,8 @@ def parameters_of(
 
 
 def _cut(name: str, num_dims: int, turned: bool) -> int | None:
-    """Dim that tensor parallelism shards, see `Param.cut`. `turned`: True for weights stored as (inputs, outputs)."""
+    """Return the dim that tensor parallelism shards, as a negative index, or None if the parameter is replicated.
+    `turned` is True for weights stored as (inputs, outputs)."""
     words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
     outputs, inputs = (-1, -2) if turned else (-2, -1)
@@ -430,8 +438,8 @@ def _cut(name: str, num_dims: int, turned: bool) -> int | None:
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
-    """id of each parameter -> its layer. The layers are the numbered modules under the prefix with the highest number,
-    e.g. "model.layers". Other parameters are before the layers (-1) or after them (`AFTER`)."""
+    """Map the id of each parameter to the index of its layer: -1 before the layers, `AFTER` after them. The layers are
+    the numbered modules under the prefix that has the highest number, e.g. "model.layers"."""
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
     body = max(numbered, key=lambda found: int(found[2]), default=None)

@@ -1,11 +1,13 @@
-"""Price of a plan's counts on a machine: an interval of seconds, the causes of its width, a timeline of the buckets.
+"""Estimate the time of an optimizer step on a machine, as an interval of seconds with the causes of the interval's
+width and a timeline.
 
-The inputs are exact counts (`job.Exact`) and hardware data, so everything here is arithmetic.
+The inputs are the counts of a plan (`job.Exact`) and the data of the hardware. Nothing is measured or run.
 
 [Note: the width of an interval]
-    Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. One end of the interval has all factors
-    at their best, the other has all at their worst. A factor's share of the width is found by moving that factor alone,
-    with the others in the middle. The factor with the largest share is reported as the reason.
+    Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. At one end of the interval, all factors
+    have their best values; at the other end, all have their worst values. To find a factor's share of the width, only
+    that factor is moved from its best to its worst value, while the others keep their middle values. The factors with
+    the largest shares are reported as the reason.
 """
 
 from __future__ import annotations
@@ -37,31 +39,32 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-_Pick = Mapping[str, int]  # factor -> its value: 0 best, 1 middle, 2 worst
-_Ends = NDArray[np.float64]  # three values, as `Rates` gives them
-_Seconds = dict[str, _Ends]  # by factor
+_Pick = Mapping[str, int]  # factor -> which of its values to use: 0 best, 1 middle, 2 worst
+_Ends = NDArray[np.float64]  # (3,): best, middle and worst value
+_Seconds = dict[str, _Ends]  # uncertain factor -> seconds that depend on it
 _MIDDLE = dict.fromkeys(_FACTORS, 1)
-_Key = tuple[object, ...]  # identifies a bucket and the group of ranks that exchange it; equal on all these ranks
-_Held = tuple[_Key, BucketCount]  # a bucket as the ranks of one class run it
+_Key = tuple[object, ...]  # identifies a bucket and the ranks that exchange its matrices; equal on all these ranks
+_Held = tuple[_Key, BucketCount]  # a bucket, with the work of one class of ranks in it
 
 
 @dataclass(frozen=True)
 class Price:
-    """Price of one step on one machine.
+    """Estimated time of one step on one machine.
 
     Attributes:
-        step: Seconds of `optimizer.step()` on the slowest rank.
-        rank: The slowest rank (the lowest of its class).
-        parts: Seconds of the slowest rank by activity: products, memory passes, AdamW, host, vote, and waiting for
-            exchanges.
-        timeline: Events of the slowest rank, with every uncertain factor at its middle value.
+        step: Seconds that `optimizer.step()` takes on the slowest rank.
+        rank: The slowest rank. If several ranks do equal work, the lowest of them.
+        parts: Seconds that the slowest rank spends on each activity: products, memory passes, AdamW, host, vote, and
+            waiting for exchanges.
+        timeline: Events on the slowest rank, with every uncertain factor at its middle value.
         reasons: Causes of the interval's width, largest first: (factor, text, share of the width from this factor
             alone).
-        ends: Rank (example of its class) -> seconds until it is done, in the middle case.
-        tokens: Tokens of a training step, on all ranks together; None if unknown.
-        training: Seconds of the forward and backward of a training step, from the model's FLOPs per token and the share
-            of the peak that training reaches; None without tokens.
-        unverified: Hardware numbers that were used but never checked, with their source.
+        ends: Seconds until a rank is done, with every uncertain factor at its middle value. The keys are ranks, one for
+            each class of ranks that do equal work.
+        tokens: Number of tokens in a training step, over all ranks; None if unknown.
+        training: Seconds of the forward and backward pass of a training step, from the model's FLOPs per token and the
+            fraction of the peak that training reaches; None if the number of tokens is unknown.
+        unverified: Hardware numbers that were used but never checked, with their sources.
         extrapolated: Tables that were read beyond their ends.
     """
 
@@ -78,19 +81,20 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """Main causes of the interval's width, in words: at most two."""
+        """Describe the main causes of the interval's width, at most two."""
         if not self.reasons or self.step.hi == self.step.lo:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
 
 
 def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> Price:
-    """Price a plan.
+    """Estimate the time of a step from the counts of a plan.
 
     Args:
         exact: Counts of the plan.
-        hardware: Machine of every rank.
-        tokens: Tokens of a training step on all ranks, to price its forward and backward.
+        hardware: Machine that every rank runs on.
+        tokens: Number of tokens in a training step, over all ranks. If given, the time of the forward and backward pass
+            is estimated, too.
 
     Raises:
         ValueError: The hardware file lacks a number that the plan needs, or `tokens` is not a number above 0.
@@ -119,7 +123,8 @@ def price(exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> P
 
 
 def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
-    """Seconds of forward and backward: 6 x active parameters x tokens / (ranks x peak FLOP/s x MFU)."""
+    """Estimate the seconds of the forward and backward pass: 6 x active parameters x tokens / (ranks x peak FLOP/s x
+    MFU), where MFU is the fraction of the peak that training reaches."""
     if not exact.tokens_flops:
         raise ValueError(
             f"{exact.model}: how many parameters work on a token is not known (it has experts), so a training "
@@ -130,21 +135,22 @@ def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
 
 
 def adamw_step(exact: Exact, hardware: Hardware) -> Time:
-    """Seconds of an AdamW step on all parameters, on the rank that holds the most elements."""
+    """Estimate the seconds of a step in which AdamW updates all parameters, on the rank with the most elements."""
     most = max(c.muon_elements + c.adamw_elements for c in exact.classes)
     rates = Rates(hardware)
     return Time(*(rates.of("host_step") + rates.passed("adamw", most, max(1, most / 64), 4)))
 
 
 class _Pricer:
-    """Times of the buckets of all classes of ranks, and simulated steps built from these times.
+    """Estimate the times of all buckets on all classes of ranks, and simulate steps with these times.
 
     Attributes:
-        _held: For each class, the indices of its buckets in `_phases`; classes that run equal buckets share them.
-        _overlap: Share of an exchange that can run while products run.
-        _first: Factor -> seconds before the first bucket.
-        _phases: For each bucket: the key of its exchanges (None if nothing moves), and phase -> factor -> seconds.
-            Exchanges that the bucket does not have are left out.
+        _held: For each class of ranks, the indices of its buckets in `_phases`. Classes with equal buckets share
+            entries.
+        _overlap: Fraction of an exchange that can run at the same time as matrix products.
+        _first: Uncertain factor -> seconds before the first bucket that depend on the factor.
+        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and phase -> uncertain factor
+            -> seconds. Exchanges that the bucket does not have are left out.
         _adamw: Seconds of AdamW on each class of ranks.
     """
 
@@ -165,8 +171,9 @@ class _Pricer:
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """Simulate a step with each factor at its picked value; one course per class of ranks. With `stage`, only the
-        classes of that pipeline stage, which exchange nothing with other stages."""
+        """Simulate a step with each uncertain factor at its value in `pick`. Returns one timeline per class of ranks.
+        If `stage` is given, only the ranks of that pipeline stage are simulated, since they exchange nothing with other
+        stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return clock.run(
@@ -185,8 +192,8 @@ class _Pricer:
         return BucketTimes(key, **found)
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
-        """(factor, text, share of the interval's width) of each uncertain factor, largest share first, computed on the
-        given (slowest) pipeline stage."""
+        """Compute how much each uncertain factor contributes to the width of the interval `step`, on the given
+        (slowest) pipeline stage. Returns (factor, text, share of the width), largest share first."""
         found = []
         for factor, text in _FACTORS.items():
             low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which}, stage)) for which in (0, 2))
@@ -194,7 +201,8 @@ class _Pricer:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
-        """Seconds of one class of ranks by activity. `waited`: seconds of waiting at best, in the middle, at worst."""
+        """Sum the seconds that a class of ranks spends on each activity. `number` is the index of the class, and
+        `waited` the seconds of waiting at best, in the middle and at worst."""
         phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
         def spent(factor: str) -> _Ends:
@@ -221,7 +229,7 @@ class _Pricer:
             }
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
-        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # from the wire to the batches, and back
+        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # between exchange buffers and batches
         products = sum((rates.product(*m) for m in bucket.matrices), np.zeros(3))
         phases: dict[str, _Seconds] = {
             "pack": passed("pack", foreign, 0.5),
@@ -243,7 +251,7 @@ class _Pricer:
         return self._slower * self._rates.passed(what, elements, fragment, wire)
 
     def _slowest_of_each_exchange(self) -> None:
-        """Give all ranks of an exchange the same time: the largest that any of these ranks needs, factor by factor."""
+        """Set the time of each exchange to that of its slowest rank, on all its ranks and for each uncertain factor."""
         most: dict[tuple[_Key | None, str], _Seconds] = {}
         exchanges = [(key, phase, phases) for key, phases in self._phases for phase in _EXCHANGES if phase in phases]
         for key, phase, phases in exchanges:
@@ -258,13 +266,14 @@ def _group(rank: RankClass, bucket: BucketCount) -> _Key:
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
-    """Estimated number of fragments that a rank holds of a bucket, by the bucket's key: one per matrix of the group."""
+    """Estimate the number of fragments (parts of matrices) that a rank holds in each bucket, by the bucket's key. A
+    rank is assumed to hold one fragment of each matrix that its group of ranks shares."""
     owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
     for rank in exact.classes:
         for bucket in rank.buckets:
             key = _group(rank, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            members[key] += rank.count / bucket.num_ranks  # in the end the number of groups with this key
+            members[key] += rank.count / bucket.num_ranks  # adds up to the number of groups with this key
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
 
@@ -272,16 +281,16 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
 
 
 def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
-    """Estimate the time of one step of a plan on a machine: an interval in seconds, with a timeline. AdamW's time is
+    """Estimate the time of one step of a plan on a machine, as an interval of seconds with a timeline. AdamW's time is
     not included.
 
     Args:
         plan: Plan of a live optimizer, or one made by hand.
-        gpu: Name of a hardware file ("h100"), a path, or a `Hardware`.
-        gpus_per_node: Ranks connected by the fast links. Default: the hardware's.
+        gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+        gpus_per_node: Number of ranks that are connected by fast links. Default: as given in the hardware file.
 
     Raises:
-        ValueError: There is no such hardware.
+        ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     return price(exact_of(plan, hardware.gpus_per_node if gpus_per_node is None else gpus_per_node), hardware)

@@ -1,4 +1,4 @@
-"""Report of a planned job, made by `plan`: text tables, an HTML page, and the lanes of the page's timeline."""
+"""Report on the cost of Muon in a planned job, made by `plan`, as text tables or as an HTML page with a timeline."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ def plan(
     """Estimate the time, memory and communication of Muon in a job on any mesh, without the job's ranks or a GPU.
 
     Args:
-        model: A preset's name, a config.json, MODULE:FUNCTION, or a module on the meta device.
-        mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
-        gpu: Name of a hardware file of the package ("h100"), path of a hardware file, or a `Hardware`.
-        engine: Framework that shards parameters: "torch" (default: DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Ranks connected by the fast links. Default: the hardware's.
-        tokens_per_step: Tokens of a training step on all ranks, to compare its time with AdamW's.
-        active_params: Number of parameters used per token, for a model with experts that is not a preset.
+        model: Name of a preset, path of a config.json, MODULE:FUNCTION, or a module on the meta device.
+        mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
+        gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+        engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
+        gpus_per_node: Number of ranks that are connected by fast links. Default: as given in the hardware file.
+        tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report also compares the
+            time of a whole training step with the time that it takes with AdamW.
+        active_params: Number of parameters used per token. Needed for models with experts that are not presets.
         weights: dtype of the model's parameters and gradients.
         **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:
-        A report: `print` it, `report.write_html(path)`, `report.price.step`, `report.exact`.
+        The report, which can be printed or written with `report.write_html(path)`. `report.price.step` is the time of
+        a step, and `report.exact` has all counts.
 
     Raises:
-        ValueError: There is no such model or GPU, or the mesh does not fit; the message says what to write.
+        ValueError: The model or GPU does not exist, or the mesh does not fit the model. The message says what to write.
 
     Examples:
         >>> report = plan("llama3-8b", "shard=64", gpu="h100", tokens_per_step=4e6)
@@ -75,10 +77,11 @@ class Report:
     """Cost of Muon in a training job: `print` the report, or write it as an HTML page.
 
     Attributes:
-        exact: Exact counts, except for the memory of a step, which is an upper bound.
-        hardware: Machine that the job was priced on.
-        price: Seconds of a step, and of the forward and backward before it.
-        adamw: Seconds of an AdamW step on the same mesh.
+        exact: Counts of what each rank stores, sends and computes. All are exact except the memory needed during a
+            step, which is an upper bound.
+        hardware: Machine for which the time was estimated.
+        price: Estimated time of an optimizer step, and of the forward and backward pass before it.
+        adamw: Estimated time in seconds of an AdamW step on the same mesh.
     """
 
     exact: Exact
@@ -88,11 +91,11 @@ class Report:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """Extra time of a training step relative to one with AdamW, as fractions: least, middle, most. Zeros without
-        tokens.
+        """Extra time of a training step with Muon relative to one with AdamW, as fractions: (least, middle, most). All
+        are zero if the number of tokens is unknown.
 
-        Both optimizers' memory passes depend on the same uncertain factors, so low is compared with low and high with
-        high.
+        The memory traffic of both optimizers depends on the same uncertain factors, so the lower ends of the two
+        intervals are compared with each other, and the upper ends likewise.
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0
@@ -104,7 +107,7 @@ class Report:
         )
 
     def html(self) -> str:
-        """Self-contained HTML page; light or dark as the reader's system is."""
+        """Render the report as a self-contained HTML page, which follows the reader's light or dark mode."""
         from jinja2 import Environment  # a dependency of torch
 
         page = Path(__file__).parent / "data" / "report.html"
@@ -126,7 +129,7 @@ class Report:
         return self.text()
 
     def text(self, width: int = 150) -> str:
-        """Tables as text, in lines of at most `width` characters."""
+        """Render the report as text tables with lines of at most `width` characters."""
         try:
             from rich.console import Console
             from rich.table import Table
@@ -143,24 +146,24 @@ class Report:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
-# ------------------------------------------------------------------------------------------- tables, on paper or screen
+# ------------------------------------------------------------------------------------------- ---------- tables and text
 
-_TIGHT = 0.9  # share of a rank's memory above which a job is called tight; activations not counted
+_TIGHT = 0.9  # fraction of a rank's memory, activations not counted, above which a job is called tight
 _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
 _OPERATIONS = ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
-_MANY = 12  # most rows of a table; the others are only counted
+_MANY = 12  # maximum number of rows in a table; for further rows only their number is shown
 
 
 class _Section(NamedTuple):
-    """A table with a title and remarks.
+    """A table with a title, and with remarks below it.
 
     Attributes:
-        title: Title of the table.
+        title: Line above the table.
         rows: Texts of the cells, row by row.
-        header: Names of columns; empty for a table of (name, text) pairs.
+        header: Names of the columns; empty for a table of (name, text) pairs.
         notes: Lines below the table.
     """
 
@@ -171,17 +174,17 @@ class _Section(NamedTuple):
 
 
 def _size(value: float) -> str:
-    """Number of bytes as text, with three digits and a binary unit."""
+    """Format a number of bytes with three digits and a binary unit."""
     return scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _number(value: float) -> str:
-    """Count as text, such as "70.6 B"."""
+    """Format a count, such as "70.6 B" for 70.6 billion."""
     return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
 def _sections(report: Report) -> list[_Section]:
-    """All tables of a report, in reading order."""
+    """Return all tables of a report, in reading order."""
     parts = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
     of_time = _Section(f"Where rank {report.price.rank}'s time goes", parts, ("part", "seconds"))
     return [_summary(report), _answers(report), _ranks(report.exact), of_time, _grounds(report)]
@@ -190,7 +193,7 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
-    num_nodes = -(-exact.world // mesh.gpus_per_node)  # the last one may be partly filled
+    num_nodes = -(-exact.world // mesh.gpus_per_node)  # the last node may be partly filled
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
@@ -222,7 +225,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak  # an upper bound, as `peak` is
+    need = largest.stored.total + largest.peak  # an upper bound, because `peak` is an upper bound
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > _TIGHT * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)
@@ -279,7 +282,7 @@ def _grounds(report: Report) -> _Section:
     return _Section("Assumptions", rows)
 
 
-# -------------------------------------------------------------------------------------------------- the page's picture
+# -------------------------------------------------------------------------------------------------- -- page's timeline
 
 _PHASES = {
     "begin": "vote and host",
@@ -296,9 +299,9 @@ _PHASES = {
 
 
 def _lanes(events: Sequence[Event]) -> list[int]:
-    """Lane of each event in the timeline: 0 for computing, 1 and up for exchanges; exchanges that overlap in time are
-    in different lanes."""
-    free: list[float] = []  # time at which each exchange lane becomes free
+    """Assign each event to a lane (a horizontal row) of the timeline: lane 0 for computation, 1 and up for exchanges.
+    Exchanges that overlap in time get different lanes."""
+    free: list[float] = []  # time at which each lane for exchanges becomes free
     found = []
     for event in events:
         lane = 0

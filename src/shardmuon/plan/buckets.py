@@ -1,11 +1,12 @@
-"""Buckets: split matrices into groups that are processed together, so that a step takes the least time. Each bucket has
-work for every owner, that is, every rank that orthogonalizes some of the matrices. Pure functions.
+"""Divide matrices into buckets, groups that are processed together, so that a step takes the least time. If possible,
+each bucket has work for every owner, that is, every rank that orthogonalizes some of the matrices. All functions are
+pure.
 
 [Note: the price of buckets]
-    The price of a choice is the estimated time of a step. It is found by simulating the loop that executes the buckets
-    (`price.clock`) on every rank that has the most to compute in some bucket. An exchange takes as long as the rank
-    that sends or receives most. Half of an exchange is assumed to overlap with computation, for lack of a better
-    estimate. Prices are integers (nanoseconds), so that all ranks get the same results.
+    The price of a choice is the estimated time of a step. To find it, `price.clock` simulates the loop that executes
+    the buckets, on every rank that has the most to compute in some bucket. An exchange takes as long as it takes the
+    rank that sends or receives the most. Half of each exchange is assumed to overlap with computation, for lack of a
+    better estimate. Prices are integers (nanoseconds), so that all ranks get the same results.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
-_OF_MOMENTUM = 32  # a bucket that is not exchanged may have 1/32 of the bytes of its rank's fp32 momentum
-_NO_DEARER = 102  # a choice that needs less memory may cost up to this percentage of the cheapest price
+_OF_MOMENTUM = 32  # a bucket that is not exchanged may have at most 1/32 of the bytes of its rank's fp32 momentum
+_NO_DEARER = 102  # a choice that needs less memory may take up to this percentage of the shortest time
 
 _Share = list[Item]  # the matrices of a bucket
 
@@ -36,8 +37,8 @@ class Way(NamedTuple):
 
     Attributes:
         items: The matrices with their owners.
-        moving: For matrices that are sent between ranks: a bucket without items, which holds common properties -> the
-            matrices of each bucket with these properties.
+        moving: Buckets of matrices that are sent between ranks, grouped by common properties. A key is a bucket without
+            items that holds the properties; its value lists the matrices of each bucket with these properties.
         ns: Estimated time of a step in nanoseconds, without matrices that a single rank stores and orthogonalizes.
         notes: Lines for the printed plan that explain the choice.
     """
@@ -49,7 +50,8 @@ class Way(NamedTuple):
 
 
 def cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> Way:
-    """Choose the buckets with the least estimated time for the matrices of a set of ranks, whose owners are given."""
+    """Choose the buckets with the least estimated time for the matrices that a set of ranks shares. The ranks that
+    orthogonalize the matrices (owners) are already chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -104,8 +106,8 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Split matrices that are not exchanged into buckets: into as few as memory allows, but on a CPU into buckets that
-    fit in its cache."""
+    """Divide matrices that are not exchanged into buckets. There are as few buckets as memory allows, but on a CPU,
+    each bucket is small enough for the cache."""
     of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
     least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
     most = (policy.bucket_bytes or least) // alike.itemsize
@@ -118,7 +120,7 @@ def _by_price(
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
     that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
     plan."""
-    # keys: largest number of elements on any rank, number of buckets, nanoseconds
+    # By (largest number of elements on any rank, number of buckets, nanoseconds)
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
@@ -139,8 +141,9 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield the splits into buckets that are to be compared. Matrices are first split into different numbers of waves
-    with matrices of all owners; then each wave is one bucket, or is split further by owners."""
+    """Yield the ways to divide matrices into buckets that are to be compared. The matrices are first divided into
+    waves, each with matrices of all owners, for several numbers of waves. Then each wave becomes one bucket, or is
+    divided further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -156,7 +159,8 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[Key, Priced], policy: Po
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
-    """True if a matrix needs a gather and a scatter. False if its owner stores the whole matrix and sends no state."""
+    """Return True if a matrix needs a gather and a scatter. Return False if the rank that orthogonalizes it stores the
+    whole matrix and has no stage state to send."""
     stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 

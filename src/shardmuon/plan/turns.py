@@ -1,4 +1,4 @@
-"""The order of a step's operations: `step.bucket` executes them in it, and `price.clock` simulates them in it. Pure."""
+"""The order of a step's operations. `step.bucket` executes them in this order, and `price.clock` simulates them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from shardmuon.price.clock import Turn
 
-_BESIDE = 4  # number of buckets during which a relay, the longest exchange (usually between nodes), may run
+_BESIDE = 4  # number of later buckets during which a relay, the longest exchange (usually between nodes), may run
 
 
 def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[Turn, int]]:

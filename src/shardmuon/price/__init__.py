@@ -1,1 +1,2 @@
-"""Prices: rates of machines, times of buckets and a clock, in integers. Knows no plans, tensors or ranks' processes."""
+"""Estimate the time (price) of a step from the speed of a machine, in integer arithmetic, without tensors or running
+ranks. The planner uses these estimates to choose a plan."""

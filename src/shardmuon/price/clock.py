@@ -1,13 +1,13 @@
-"""Simulation of a step's operations with given times, in the order in which `step.bucket` executes them.
+"""Simulate the operations of a step with given times, in the order in which `step.bucket` executes them.
 
-Pure functions that know no hardware. Times may be in any unit. Results are exact for integer times with `overlap` 0.5,
-so that all machines get the same results.
+The functions are pure and independent of hardware. Times may be in any unit. With integer times and `overlap` 0.5,
+results are exact, so that all ranks get the same results.
 
 [Note: two clocks]
     A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when the
-    last of its ranks has posted it. Ranks compute meanwhile: while bucket i is orthogonalized, bucket i+1 is gathered,
-    and bucket i-1 is scattered or relayed. How much of an exchange can overlap with computation is uncertain, so it is
-    an assumption (`overlap`); the rest of the exchange progresses only while a rank waits for it.
+    last of its ranks has posted it. Meanwhile, the ranks compute: while bucket i is orthogonalized, bucket i+1 is
+    gathered, and bucket i-1 is scattered or relayed. The fraction of an exchange that can overlap with computation is
+    not known, so it is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Turn = Literal["begin", "compute", "apply", "finish"]
-Order = Callable[[Sequence[bool]], Iterator[tuple[Turn, int]]]  # as `shardmuon.plan.turns.turns`
+Order = Callable[[Sequence[bool]], Iterator[tuple[Turn, int]]]  # such as `plan.turns.turns`
 Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
 
 
@@ -103,7 +103,7 @@ class Course:
 
 
 _Exchanges = dict[tuple[Hashable, Phase], _Exchange]
-# Operation -> the exchange that the rank first waits for, and the phases and exchanges that it then starts, in order.
+# For each operation, the exchange for which a rank first waits, and the phases and exchanges that it then starts.
 _DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -122,7 +122,8 @@ def run(
         first: Seconds before the first bucket, for host work and the ranks' vote.
         last: For each rank, seconds after its last bucket, for AdamW.
         overlap: Share of an exchange that can overlap with computation, from 0 to 1.
-        order: Function from True for each bucket with a relay to the order of a rank's operations.
+        order: Generator function that yields a rank's operations in order. Its argument has a bool for each bucket:
+            True if the bucket has a relay.
 
     Returns:
         The timeline of each rank.
@@ -134,8 +135,8 @@ def run(
     awaited = dict.fromkeys(runs, _Exchange(0))  # the exchange that each unfinished rank waits for
     while awaited:
         ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-        # if no run can continue, ranks with equal keys order their buckets differently, so they do not really exchange
-        # with each other: let the first run continue
+        # If no run can continue, some ranks with equal keys have their buckets in different orders. They cannot really
+        # exchange with each other then, so let the first run continue.
         for run in ready or list(awaited)[:1]:
             exchange = next(run, None)
             if exchange is None:

@@ -1,5 +1,5 @@
-"""Throughputs and latencies of machines, used to choose plans. They are integers, so that all ranks compute equal
-prices and choose the same plan."""
+"""Throughputs and latencies of machines, from which the planner estimates times. They are integers, so that all ranks
+compute equal estimates and choose the same plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Machine(NamedTuple):
 
     Attributes:
         name: Name in printed plans.
-        shares: Fraction of the peak, in thousandths, that matrix products reach, for each short side in `SIDES`.
+        shares: Fraction of the peak, in thousandths, that matrix products reach, for each range of short sides in
+            `SIDES`.
         half, single, double: Peak GFLOP/s of dense matrix products in 16, 32 and 64 bits.
         memory: Memory bandwidth in MB/s, reads and writes together.
         link, network: MB/s of an all-to-all in one direction, inside a node and between nodes.
@@ -40,9 +41,9 @@ class Machine(NamedTuple):
     launch: int
 
 
-SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # largest short side for each of `Machine.shares`; the last has no limit
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # largest short side to which each of `Machine.shares` applies; last: any
 
-# Middle estimates from the hardware files of `shardmuon.foresight`; a test checks that these copies are equal to them.
+# Copies of the middle values in the hardware files of `shardmuon.foresight`; a test checks that they are equal.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
@@ -62,7 +63,7 @@ _SHARES = {
     "mi300x": (32, 32, 32, 77, 187, 354, 439),
 }
 MACHINES = {name: Machine(name, _SHARES[name], *rates) for name, rates in _RATES.items()}
-DEFAULT = "h100"  # row for unknown accelerators
+DEFAULT = "h100"  # machine whose rates are used for unknown accelerators
 
 
 def machine_of(stamps: Iterable[str]) -> Machine:

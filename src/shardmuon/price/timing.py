@@ -1,4 +1,5 @@
-"""Times of a bucket's phases on a machine, from counts of matrices, elements and ranks. Pure; integer nanoseconds."""
+"""Estimate the times of a bucket's phases on a machine, from counts of matrices, elements and ranks. All functions are
+pure and compute in integer nanoseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from shardmuon.price import clock
 from shardmuon.price.machines import SIDES, Machine
 
-_FULL = 3 << 20  # largest total size of the Gram matrices of one batch, in elements, see `orthogonalize.slots`
+_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.slots`
 _LAUNCHES = 30  # kernel launches of five Newton-Schulz steps
 _PACKS, _APPLIES, _FILLS = 30, 26, 12  # memory traffic of these phases in bytes per element, see `foresight.hardware`
 
@@ -74,9 +75,12 @@ class Timed(NamedTuple):
     """Times and memory of a bucket.
 
     Attributes:
-        work: Times of the bucket's phases without orthogonalization, on the rank that owns the least of the bucket.
-        computed: Owner -> time of its matrix products and of the copies around them.
-        taken: Largest number of elements on any rank: the matrices that it owns, and results received by the relay.
+        work: Times of the bucket's phases without orthogonalization, on the rank that orthogonalizes the fewest
+            elements.
+        computed: Rank that orthogonalizes matrices (owner) -> time of its matrix products and of the copies around
+            them.
+        taken: Largest number of elements that any rank holds in buffers: the matrices that it orthogonalizes, and the
+            results that it receives in the relay.
     """
 
     work: clock.BucketTimes
@@ -86,7 +90,7 @@ class Timed(NamedTuple):
 
 def timed(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on by replica, the rest by owner
+    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on: by replica, others: by owner
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
     sent = relayed = 0  # elements that each rank sends in the gather, and receives in the relay
@@ -112,7 +116,7 @@ def timed(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> Timed:
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # nanoseconds for `each` bytes per element, and on the host
+    def passed(each: int, elements: int) -> int:  # nanoseconds: memory traffic and host
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

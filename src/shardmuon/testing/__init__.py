@@ -1,4 +1,4 @@
-"""Tools for tests of shardmuon and of what is built on it: real ranks that start once and serve many calls."""
+"""Tools for testing shardmuon, and code built on it, with real ranks that start once and serve many calls."""
 
 from __future__ import annotations
 

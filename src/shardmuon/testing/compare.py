@@ -1,7 +1,7 @@
-"""Compare an optimizer on sharded parameters with the same one on dense parameters, and with torch.optim.Muon.
+"""Compare Muon on sharded parameters with Muon on dense (unsharded) parameters, and with torch.optim.Muon.
 
-Updates are compared, never parameters: a small learning rate hides any error in `after`, but not in
-`(before * decay - after) / lr`.
+Differences are measured on updates, not on weights. With a small learning rate, even a large error hardly changes the
+weights after a step, but it is clearly visible in the update, `(before * decay - after) / lr`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
-_State = dict[str, dict[str, Tensor]]  # parameter -> its "weight" and its optimizer state, as whole tensors
+_State = dict[str, dict[str, Tensor]]  # parameter name -> "weight" and optimizer state, as whole tensors
 _StepsOf = Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison on one rank, over all steps and all parameters that the rank stores at least in part.
+    """The result of a comparison on one rank, over all steps and all parameters of which the rank stores any elements.
 
     Attributes:
-        max_difference: Largest relative difference between a parameter's local update and the expected one.
-        bitwise: True if weights after every step, and momentum and stages' stored values after the last, have the
-            expected bits.
-        traffic: What this rank sent and did in the last step.
-        num_matrices: Matrices of the model.
-        worst: The parameter with the largest difference.
-        about: The result of the function `about`, called with the optimizer after the last step.
+        max_difference: Largest relative difference between a parameter's update on this rank and the expected update.
+        bitwise: True if all bits are as expected: those of the weights after every step, and those of the momentum and
+            of values that stages of a variant store after the last step.
+        traffic: Counts of the data that this rank sent and the work that it did in the last step.
+        num_matrices: Number of matrices in the model.
+        worst: Name of the parameter with the largest difference.
+        about: Result of the function that the caller passed as `about`.
     """
 
     max_difference: float
@@ -64,18 +64,19 @@ class Comparison:
 
 
 def compare_with_dense(layout: str, **given: Any) -> Comparison:
-    """Step a sharded model and the same model in one process (plain tensors) with the same gradients. All ranks call.
+    """Compare a sharded model with the same model on plain tensors in one process, stepped with the same gradients. All
+    ranks must call it.
 
     Args:
-        layout: A row of `LAYOUTS`, or of a framework.
+        layout: Name of a layout in `LAYOUTS`, `FSDP1_ROWS` or `ZERO_ROWS`.
         given: Arguments of `_compare`, and options of Muon.
     """
     return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
 
 def compare_with_torch(layout: str, **given: Any) -> Comparison:
-    """Compare a sharded model with torch.optim.Muon, which gets every logical matrix as a separate parameter. All ranks
-    call. Arguments are those of `compare_with_dense`."""
+    """Compare a sharded model with torch.optim.Muon, which gets every matrix as a separate parameter. All ranks must
+    call it. The arguments are the same as for `compare_with_dense`."""
     return _compare(layout, _torch_steps, method="torch", **given)
 
 
@@ -90,16 +91,16 @@ def _compare(
     about: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Step a sharded model and a reference, and compare the weights after every step, and momentum and stages' stored
-    values after the last. The reference is computed once for equal arguments, whatever the layout.
+    """Step a sharded model and a reference. Compare the weights after every step, and the momentum and the values that
+    stages store after the last step. The reference is cached, since it does not depend on the layout.
 
     Args:
-        layout: A row of `LAYOUTS`, or of a framework.
-        steps_of: Generator of the reference's state after each step.
+        layout: Name of a layout in `LAYOUTS`, `FSDP1_ROWS` or `ZERO_ROWS`.
+        steps_of: Generator function that yields the reference's state after each step.
         dtype: Dtype of weights and gradients.
         steps: Number of steps.
-        params: Names in `table`. Default: all.
-        table: Name -> parameter.
+        params: Names of the parameters in `table` to use. Default: all.
+        table: Parameter name -> parameter.
         about: Optional function to call with the sharded model's optimizer after the last step.
         options: Options of Muon.
     """
@@ -128,7 +129,7 @@ def _compare(
 
 
 def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], num_matrices: int) -> Comparison:
-    """Step a run with these gradients, and compare it with the reference's states."""
+    """Step a run with these gradients, and compare its state after each step with the reference's."""
     group = run.optimizer.param_groups[0]
     lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
     bitwise, worst, where, traffic = True, 0.0, "", Traffic()
@@ -143,20 +144,20 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             decayed = before[name].double() * decay
             one, other = ((decayed - after.double()) / lr for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # a NaN stays, since no difference is larger
+            if difference > worst or math.isnan(difference):  # once it is NaN it stays, since no number is larger
                 worst, where = difference, name
     bitwise &= run.keeps(state)
-    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, 8-bit codes too
+    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, also from 8-bit
     for name, found in run.momentum().items():
         bitwise &= torch.equal(found.double(), momentum[name])
     return Comparison(worst, bitwise, traffic, num_matrices, where)
 
 
-_REMEMBERED: dict[str, list[_State]] = {}  # key: all that a reference depends on, so not the layout
+_REMEMBERED: dict[str, list[_State]] = {}  # cached references; the key has all arguments but the layout
 
 
 def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
-    """Step shardmuon on plain tensors in one process."""
+    """Yield the state after each step of shardmuon on plain tensors in one process."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, cases), **options)
     for of_step in grads:
@@ -168,7 +169,7 @@ def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
-    """Step torch.optim.Muon with one 2-D parameter per logical matrix."""
+    """Yield the state after each step of torch.optim.Muon, with one 2-D parameter for each matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
     theirs = {key: value for key, value in options.items() if key != "method"}
@@ -195,7 +196,7 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 class _LayoutRun(Run):
-    """An optimizer on the parameters of a row of `LAYOUTS`. Weights and momentum are this rank's local parts."""
+    """An optimizer on the parameters of a layout in `LAYOUTS`. Weights and momentum are this rank's local tensors."""
 
     def __init__(
         self, name: str, full: Mapping[str, Tensor], make: Callable[[_Whole, Mapping[str, Any]], Muon]
@@ -238,7 +239,7 @@ _AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
 def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
-    """Rows of a stage's state `whole` that this rank stores, by the placements of the state tensor `like`."""
+    """Select the rows of `whole`, a stage's state, that this rank stores according to the placements of `like`."""
     if not is_dtensor(like):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()

@@ -1,5 +1,5 @@
-"""Run FSDP1 and DeepSpeed on this process's ranks, for comparisons. Both use their own forward and backward pass,
-gathering and state dicts. DeepSpeed starts without its log and without compiling."""
+"""Run FSDP1 and DeepSpeed on the ranks of a pool, to compare shardmuon under them with a reference. Both frameworks run
+their own forward and backward pass, gathering and state dicts. DeepSpeed starts without logging or compiling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardmuon.muon import Muon
 
 _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
-FSDP1_ROWS = {  # name -> strategy
+FSDP1_ROWS = {  # layout name -> name of FSDP1's sharding strategy
     "fsdp1": "FULL_SHARD",
     "fsdp1 zero2": "SHARD_GRAD_OP",
     "fsdp1 hybrid": "HYBRID_SHARD",
@@ -31,8 +31,8 @@ FSDP1_ROWS = {  # name -> strategy
 
 
 class GivenGradients(nn.Module):
-    """A module whose loss has given gradients, with an optional inner module as a smaller unit. FSDP1 shows a module
-    its own parameters by their names only."""
+    """A module whose loss has the gradients that the caller gives. An optional inner module is a separate FSDP1 unit.
+    Parameters are looked up by name, because FSDP1 replaces the parameter objects."""
 
     def __init__(self, tensors: Mapping[str, Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class GivenGradients(nn.Module):
 
 
 class _Inner(GivenGradients):
-    """A module that FSDP1 wraps as a unit of its own."""
+    """An inner module that FSDP1 wraps as a separate unit."""
 
 
 def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-    """Wrap a model in FSDP1, each `_Inner` as a unit of its own. Collective.
+    """Wrap a model in FSDP1, with each `_Inner` module as a separate unit. Collective.
 
-    HYBRID_SHARD makes two replicas, where the number of ranks allows it.
+    HYBRID_SHARD makes two replicas if the number of ranks allows it.
     """
     world = dist.get_world_size()
     if strategy.startswith("HYBRID") and "process_group" not in options:
@@ -72,55 +72,55 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings: torch's notices about deprecated frameworks, and about what their own code calls."""
+    """Ignore warnings in this context: torch warns that these frameworks, or functions they call, are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """Copies of all weights, by their names before wrapping. Collective."""
+    """Return copies of all whole weights, by their names before wrapping. Collective."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
         return {name: p.detach().clone() for name, p in named}
 
 
 class Run:
-    """An optimizer that is stepped with given gradients. Runs in a framework return whole tensors, equal on every rank.
+    """A run of an optimizer with given gradients. Subclasses for frameworks return whole tensors, equal on every rank.
 
     Gradients are rounded to multiples of 1/8, so that the framework's mean over the ranks is exact.
 
     Attributes:
-        optimizer: The optimizer.
-        steps: Dtype in which the framework and the reference step; None: the weights' dtype.
+        optimizer: The optimizer that is stepped.
+        steps: Dtype of the weights that the framework and the reference step; None if it is the model's own dtype.
     """
 
     optimizer: Muon
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Reduce whole tensors to the parts that this run returns."""
+        """Select the parts of whole tensors that this run returns as its weights and momentum."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Initial weights of the reference."""
+        """Return the reference's initial weights, in the dtype in which it steps."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of a step, rounded, in the dtype that the reference takes."""
+        """Round the random gradients of a step, and convert them to the dtype in which the reference steps."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """True if stages' stored values have the bits of those in `state`. Not checked in frameworks, which may store
-        state anywhere: a difference shows in their weights."""
+        """Return True if the values that stages store are bitwise equal to those in `state`. Runs in frameworks do not
+        check this, because a framework may store the state anywhere; a difference would also show in the weights."""
         return True
 
     def close(self) -> None:
-        """Free the framework's memory."""
+        """Free the memory that the framework uses."""
 
 
 class Fsdp1Run(Run):
-    """An optimizer under FSDP1."""
+    """A run of an optimizer on a model that FSDP1 wraps."""
 
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
         strategy = FSDP1_ROWS[row]
@@ -148,7 +148,7 @@ class Fsdp1Run(Run):
 
 # ------------------------------------------------------------------------------------------------------------ DeepSpeed
 
-ZERO_ROWS: dict[str, dict[str, Any]] = {  # name -> "zero_optimization" of DeepSpeed's configuration
+ZERO_ROWS: dict[str, dict[str, Any]] = {  # layout name -> "zero_optimization" in DeepSpeed's configuration
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -159,14 +159,15 @@ ZERO_ROWS: dict[str, dict[str, Any]] = {  # name -> "zero_optimization" of DeepS
 
 
 def start_deepspeed() -> Any:
-    """Import DeepSpeed for the CPU, and start it on a pool rank's process group, compiling nothing. Collective."""
+    """Import DeepSpeed for the CPU, and start it on the process group of the pool's ranks, without compiling anything.
+    Collective."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    old = r"`torch.distributed.\w+` is deprecated"  # newer torch warns of old names that DeepSpeed calls
+    old = r"`torch.distributed.\w+` is deprecated"  # newer versions of torch warn about names that DeepSpeed calls
     warnings.filterwarnings("ignore", old, FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster gloo, which takes minutes to compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an extension that takes minutes to compile
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return deepspeed
 
@@ -175,9 +176,9 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
     """Make a DeepSpeed engine on a CPU, without DeepSpeed's gradient clipping. Collective.
 
     Args:
-        model: The model.
-        optimizer: The optimizer.
-        config: DeepSpeed's configuration, without the two settings that a client optimizer needs.
+        model: The model to train.
+        optimizer: The optimizer that DeepSpeed steps.
+        config: DeepSpeed's configuration. The two settings that allow a client optimizer are added.
     """
     fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0, **REQUIRED}
     deepspeed = start_deepspeed()
@@ -187,12 +188,12 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
 
 
 def whole_weight(param: Tensor) -> Tensor:
-    """Copy of a whole fp32 weight, at stages 1 to 3. Collective."""
+    """Return a copy of a whole fp32 weight, at ZeRO stages 1 to 3. Collective."""
     return _find("safe_get_full_fp32_param", param)
 
 
 def whole_momentum(param: Tensor) -> Tensor:
-    """Copy of Muon's whole momentum of a parameter, at stages 1 to 3, after the first step. Collective."""
+    """Return a copy of a parameter's whole momentum, at ZeRO stages 1 to 3, after the first step. Collective."""
     return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
 
@@ -200,12 +201,12 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     from deepspeed import utils
 
     found: Tensor = getattr(utils, function)(param, *key)
-    shape = getattr(param, "ds_shape", param.shape)  # stage 3 leaves a placeholder in the parameter
+    shape = getattr(param, "ds_shape", param.shape)  # at stage 3 the parameter itself is an empty placeholder
     return found.detach().clone().view(shape)
 
 
 class ZeroRun(Run):
-    """An optimizer under DeepSpeed, which steps fp32 copies."""
+    """A run of an optimizer under DeepSpeed, which steps fp32 copies of the weights."""
 
     steps = torch.float32
 
@@ -228,7 +229,7 @@ class ZeroRun(Run):
         return {name: p.detach().clone() if self._whole else whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        state = self.optimizer.state  # at stage 0 of the parameters themselves
+        state = self.optimizer.state  # at ZeRO stage 0, keyed by the model's parameters
         return {n: state[p]["momentum_buffer"] if self._whole else whole_momentum(p) for n, p in self._params.items()}
 
     def close(self) -> None:

@@ -1,20 +1,20 @@
-"""Tables of layouts and parameters for tests. Every row of `LAYOUTS` is a way in which a PyTorch engine shards
-parameters, and every check runs on all rows; `PARAMS` has odd shapes, stacks, blocks and transposes.
+"""Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` is a way in which a PyTorch framework
+shards parameters, and every check runs on all entries. `PARAMS` has parameters with odd shapes, stacks of matrices,
+blocks and transposes.
 
-A row only *builds* parameters, with the engines' own functions wherever they exist (`fully_shard`,
-`distribute_tensor`), so a comparison never relies on shardmuon's own idea of the layout.
+An entry only *builds* sharded parameters, with the frameworks' own functions wherever they exist (`fully_shard`,
+`distribute_tensor`). So comparisons never rely on shardmuon's own reading of the layout.
 
 [Note: cut once]
-    Building the same layout again would take most of a check's time on ranks, because torch shards, traces and caches
-    separately for each shape and dtype. So a row's builder runs once per process and set of shapes, on tensors that
-    hold the indices of their own elements. The result on this rank tells, for any tensors of these shapes, which
-    elements lie here, in which order, on which mesh and with which placements. Later tensors are made from these
-    elements alone.
+    Building the same layout repeatedly would take most of a check's time, because torch shards, traces and caches
+    separately for each shape and dtype. So a layout's builder runs once per process and set of shapes, on tensors whose
+    elements are their own indices. For any tensors of these shapes, the result shows which elements this rank stores,
+    in which order, on which mesh and with which placements. Shards of later tensors are made from it directly.
 
 [Note: Megatron without Megatron]
-    Megatron-FSDP's DTensors may have any number of rows on any rank, and Megatron-core's flat buffers may be cut
-    anywhere. Here the rows for both cut unevenly, and some ranks have nothing. Where the packages are installed, tests
-    step what they build.
+    A DTensor of Megatron-FSDP may have any number of rows on any rank, and Megatron-core's flat buffers may be split
+    anywhere. The entries for both imitate this without the packages: they split unevenly, so that some ranks have no
+    elements. If the packages are installed, tests also step parameters that they build.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _KIND = ["cpu"]
 
 
 def mesh_kind() -> str:
-    """Device type that meshes are made for."""
+    """Return the device type for which meshes are made, set by `meshes_on`."""
     return _KIND[-1]
 
 
 @contextlib.contextmanager
 def meshes_on(kind: str) -> Iterator[None]:
-    """Build layouts on another device type ("cuda"); tensors must already be there."""
+    """Build layouts on the device type `kind` (e.g. "cuda") in this context. Tensors must already be on that device."""
     _KIND.append(kind)
     try:
         yield
@@ -68,18 +68,19 @@ def meshes_on(kind: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LayoutCase:
-    """One layout of the comparison.
+    """One sharding layout that the tests compare with the reference.
 
     Attributes:
         name: Name that `shardmuon verify` prints.
-        mesh: World size -> mesh shape.
-        builder: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
-            ranks of the default group.
-        groups: Mesh shape -> the optimizer's options that give the process groups of plain tensors.
-        exchanges: Number of exchanges in a step: two, to owners and back; three if ranks hold replicas of pieces, to
-            which results are forwarded; one if every rank that stores any of a matrix stores all of it.
-        plain_shards: True if tensors are plain and parts of larger ones, which shardmuon's own checkpoints join. False
-            for flat shards, which only their frameworks save.
+        mesh: Function from the world size to the shape of the mesh.
+        builder: Function from full tensors and a mesh shape to this rank's parameters. All ranks of the default group
+            call it. Equal inputs give equal placements.
+        groups: Function from a mesh shape to the optimizer's options that give the process groups of plain tensors.
+        exchanges: Number of all-to-all exchanges in a step. It is two in general: shards are sent to the ranks that
+            orthogonalize the matrices, and results are sent back. It is three if results are then forwarded to
+            replicas, and one if each rank stores either all of a matrix or nothing of it.
+        plain_shards: True if tensors are plain tensors that are parts of larger tensors. shardmuon's checkpoints join
+            such parts. False for flat shards, which only their frameworks can save.
     """
 
     name: str
@@ -90,12 +91,13 @@ class _LayoutCase:
     plain_shards: bool = False
 
     def options(self, world: int) -> dict[str, Any]:
-        """Muon's arguments for this layout on `world` ranks."""
+        """Return Muon's arguments for this layout on `world` ranks."""
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Build this rank's parameters from full tensors by `builder`. All ranks of the default group call it."""
-        # See [Note: cut once]. Shards of different dtypes may not share a buffer, so mixed dtypes are always built.
+        """Build this rank's parameters from full tensors. All ranks of the default group must call it."""
+        # Reuse an earlier result, see [Note: cut once]. Tensors of mixed dtypes are built anew each time, because
+        # tensors of different dtypes may be sharded in separate buffers.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
@@ -105,19 +107,19 @@ class _LayoutCase:
         return {name: _elements_of(tensors[name], built) for name, built in _CUT[key].items()}
 
 
-_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, for tensors of element indices
+_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, for tensors whose elements are their indices
 
 
 def numbers_in(tensors: _Tensors) -> dict[str, Tensor]:
-    """Element indices of these tensors, as fp64 tensors of the same shapes."""
+    """Make fp64 tensors of the same shapes, whose elements are their own indices."""
     return {
         name: torch.arange(t.numel(), dtype=torch.float64, device=t.device).view(t.shape) for name, t in tensors.items()
     }
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
-    """A rank's shard of `full`, with the elements, strides, placements and attributes of `built`, a shard that holds
-    the indices of its elements."""
+    """Make a rank's shard of `full` in the same way as `built`, a shard whose elements are indices into the full
+    tensor. The new shard has the elements at these indices, and the strides, placements and attributes of `built`."""
     numbers = built.to_local() if isinstance(built, DTensor) else built
     local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
     local.copy_(full.reshape(-1)[numbers.long()])
@@ -127,13 +129,14 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
-    """Make parameters of the tensors that a row built, with the attributes that describe their sharding."""
+    """Make parameters from the tensors that a layout built, and copy the attributes that describe their sharding."""
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        # nn.Parameter would trace again for each shape, and could take an equal mesh of another row from torch's cache
+        # For a DTensor, nn.Parameter would trace each shape again, and could get an equal mesh from torch's cache that
+        # was made for another layout.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # all that nn.Parameter does for a tensor of such a class
+            made[name]._is_param = True  # nn.Parameter does no more for a DTensor
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -141,17 +144,19 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
 
 
 def _placed(local: Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor of `local` with the mesh, placements and shape of `like`, without tracing."""
+    """Make a DTensor from the local tensor `local`, with the mesh, placements and shape of `like`, without tracing."""
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
-    """A mesh of the device type of `meshes_on` with axes named a0, a1, ..., cached. Collective at the first call.
+    """Return a cached mesh for the device type that `meshes_on` sets, with axes named a0, a1, ... The first call for a
+    mesh is collective.
 
     Args:
         shape: Sizes of the axes.
-        purpose: Name for a separate mesh, needed for Megatron-FSDP, which sets attributes of its meshes.
+        purpose: Name under which a separate mesh is cached. Megatron-FSDP needs its own, because it sets attributes on
+            its meshes.
     """
     return _mesh_of(dist.group.WORLD, mesh_kind(), shape, purpose)
 
@@ -162,10 +167,10 @@ def _mesh_of(world: object, kind: str, shape: Ints, purpose: str) -> DeviceMesh:
 
 
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Shard the tensors with `fully_shard`. They may already be DTensors (tensor parallel)."""
+    """Shard tensors with `fully_shard`. They may already be tensor-parallel DTensors."""
     bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the container has no forward
+        warnings.simplefilter("ignore")  # torch warns because the container has no forward
         fully_shard(bag, mesh=mesh)
     return {name: bag[name].detach() for name in tensors}
 
@@ -174,8 +179,8 @@ _Places = Callable[[int, Tensor], Sequence[Placement]]  # (index of a tensor, te
 
 
 def _placed_by(places: _Places) -> _Builder:
-    """Builder of DTensors with these placements on a mesh: on one axis of all ranks if there is one placement only.
-    Without placements a tensor stays plain."""
+    """Make a builder of DTensors with the placements that `places` gives for each tensor. If there is only one
+    placement, the mesh has a single axis with all ranks. A tensor without placements stays a plain tensor."""
 
     def build(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
@@ -189,7 +194,7 @@ def _placed_by(places: _Places) -> _Builder:
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
-    """Shard rows and columns in turn, as in tensor parallelism."""
+    """Shard tensors alternately by rows and by columns, as in tensor parallelism."""
     return [Shard(index % 2 + tensor.ndim - 2)]
 
 
@@ -198,7 +203,7 @@ def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Tensor parallelism over the last axis, FSDP over the others."""
+    """Shard tensors with tensor parallelism over the last mesh axis and FSDP2 over the other axes."""
     mesh = mesh_of(shape)
     *outer, inner = mesh.mesh_dim_names or ()
     parallel = {
@@ -209,7 +214,8 @@ def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """The layout that remains of (FSDP, TP) on one dim after TP is gathered: a rank has its share of both halves."""
+    """Make the layout that remains if FSDP and TP shard the same dim and the TP axis is then gathered: each rank has a
+    part of both TP halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
     for name, full in tensors.items():
@@ -226,7 +232,7 @@ def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
-    """torch.chunk, padded with empty tensors to the full number of parts."""
+    """Split a tensor like `torch.chunk`, but always into `parts` tensors, of which the last may be empty."""
     size = tensor.shape[dim]
     ends = [min(size, i * -(-size // parts)) for i in range(parts + 1)]
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
@@ -236,13 +242,13 @@ def shard_like_megatron(
     tensors: Mapping[str, Tensor],  # full tensors
     mesh: DeviceMesh,
     *,
-    hybrid: bool = False,  # True: the first axis shards as well, outside the inner one
-    tensor_parallel: bool = False,  # True: the last axis shards columns and rows in turn
+    hybrid: bool = False,  # True: two mesh axes shard, an outer (the first) and an inner one
+    tensor_parallel: bool = False,  # True: the last axis shards tensors alternately by columns and rows
 ) -> dict[str, Tensor]:
-    """Make this rank's DTensors as Megatron-FSDP v1 makes them. Needs no communication."""
+    """Make this rank's DTensors in the same way as Megatron-FSDP v1, without communication."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
-    # The inner axis cuts first: rank (outer o, inner i) has shard i * num_outer + o.
+    # The inner axis is split first: the rank with coordinates (outer o, inner i) has shard i * num_outer + o.
     num_outer, first = (mesh.size(0), at[0]) if hybrid else (1, 0)
     num_shards, shard = mesh.size(int(hybrid)) * num_outer, at[-1] * num_outer + first
     mesh._shard_order = list(reversed(range(mesh.ndim)))  # type: ignore[attr-defined]
@@ -262,17 +268,19 @@ def shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int) -> Sequence[tuple[int, int]]:
-    """Range of elements of a tensor in each equal part of a buffer, which has other tensors before and after it."""
+    """Split a buffer that contains a tensor, with other tensors before and after it, into equal parts. Returns the
+    range of the tensor's elements in each part."""
     return in_parts(1 + before, size, -(-(3 + before + size) // num_parts), num_parts)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Builder of Megatron-FSDP's DTensors; see `shard_like_megatron`."""
+    """Make a builder that shards tensors with `shard_like_megatron`, on a mesh named `purpose`."""
     return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
-    """One rank's shard of a plain tensor, marked as Megatron and TransformerEngine mark theirs."""
+    """Make one rank's tensor-parallel shard of a plain tensor, with the attributes that Megatron and TransformerEngine
+    set on their shards (`partition_dim` and others)."""
     blocks = [_chunk(block, parts)[part] for block in full.transpose(0, dim).chunk(stride)]
     shard = torch.cat(blocks).transpose(0, dim).contiguous()
     vars(shard).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
@@ -280,7 +288,8 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
 
 
 def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
-    """Plain shards, cut along `dims` in turn: 0 or 1 is a dim of the matrix, -1 is not cut."""
+    """Make plain tensor-parallel shards. The tensors are split along `dims` in turn, where 0 or 1 is a dim of the
+    matrix and -1 means that the tensor is not split."""
     out = {}
     part = dist.get_rank() % shape[-1]
     for i, (name, full) in enumerate(tensors.items()):
@@ -289,7 +298,7 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # skip the dim of experts
+        dim += full.ndim == 3  # skip the first dim of a stack, which indexes experts
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out
@@ -303,7 +312,8 @@ def _tp_groups(shape: Ints) -> dict[str, Any]:
 
 
 def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Tensor]:
-    """1-D shards of flat buffers, as in Megatron's distributed optimizer, also of tensor-parallel shards."""
+    """Make 1-D shards of flat buffers, as in Megatron's distributed optimizer. If `parallel` is True, the buffers hold
+    tensor-parallel shards."""
     mesh = mesh_of(shape)
     num_parts, part = (shape[1], mesh.get_coordinate()[1]) if parallel else (1, 0)  # type: ignore[index]
     data, tp = GroupRef.of(mesh.get_group(0)), GroupRef.of(mesh.get_group(1)) if parallel else None
@@ -321,7 +331,8 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
 
 
 def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
-    """A cut of rows, of columns and of rows with stride 2 in turn; None if the tensor does not divide evenly."""
+    """Choose how tensor parallelism splits a tensor: by rows, by columns or by rows with stride 2, depending on
+    `index`. Returns None if the tensor does not divide evenly."""
     dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
     fits = full.ndim == 2 or dim == 0
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None
@@ -364,7 +375,7 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("lone strided", _flat, _lone_strided),
         _LayoutCase("hsdp+tp", _cube, _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
-        _LayoutCase(  # stacks by expert over one axis and by rows over the other, all else over all ranks
+        _LayoutCase(  # stacks: by expert over one axis, by rows over the other; other tensors: over all ranks
             "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])
         ),
         _LayoutCase("mixed meshes", _square, _placed_by(lambda i, t: _MIXED[i % len(_MIXED)])),
@@ -388,7 +399,7 @@ LAYOUTS: dict[str, _LayoutCase] = {
 
 @dataclass(frozen=True)
 class ParamCase:
-    """A parameter of the comparison: global shape, group options, and which case it covers."""
+    """A parameter for the tests: its global shape, its optimizer group's options, and the case that it covers."""
 
     shape: Ints
     why: str
@@ -396,7 +407,7 @@ class ParamCase:
 
     @property
     def view(self) -> MatrixView:
-        """The matrices of the parameter."""
+        """The parameter viewed as one or more matrices."""
         return matrix_view(self.shape, **self.options)
 
 
@@ -434,7 +445,7 @@ PARAMS: dict[str, ParamCase] = {
 
 
 def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
-    """Parameter groups with the options that say which matrices each parameter holds."""
+    """Make one optimizer group per parameter, with the options that say which matrices the parameter holds."""
     table: dict[str, dict[str, Any]] = {}
     for name, param in params.items():
         group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})
@@ -443,7 +454,7 @@ def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **op
 
 
 def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
-    """The matrices of a logical tensor."""
+    """Split a full tensor into its matrices."""
     fine, out = full.reshape(view.fine), []
     for matrix in view.matrices:
         found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)

@@ -1,26 +1,26 @@
-"""Persistent ranks: real processes with a process group, started once and used by many calls.
+"""A pool of persistent ranks: real processes in one process group, which start once and serve many calls.
 
-Independent of optimizers and layouts. Words: a *rank* is one process of the pool; a *call* is one module-level function
-run on every rank; a rank *returns* from a call with a result or an exception, or it is *lost* (it hangs or died) and
-the pool kills all ranks.
+The pool is independent of optimizers and layouts. A *rank* is one process of the pool. A *call* runs one module-level
+function on every rank. A rank *returns* from a call with a result or an exception. If it hangs or dies instead, it is
+*lost*, and the pool kills all ranks.
 
 [Note: what the parent waits for]
-    Each rank has one pipe, which a separate thread reads. This thread hands calls to the main thread, and answers an
-    empty message with the main thread's stack, so that a hang can be explained. End of file on the pipe means that the
-    parent is gone, and the rank exits at once, even from inside a collective. Only the parent's waits have time-outs:
-    when one expires, the parent kills the ranks, so no wait inside a rank outlives it.
+    Each rank has one pipe to the parent, which a separate thread of the rank reads. This thread hands calls to the main
+    thread. It answers an empty message with the main thread's stack, so that the parent can show where a rank hangs.
+    End of file on the pipe means that the parent is gone, and the rank exits at once, even from inside a collective.
+    Only the parent has time-outs. When one expires, the parent kills the ranks, which also ends every wait inside them.
 
 [Note: one gloo device]
-    torch gives every gloo group a separate device, whose thread wakes 100 times a second for as long as the process
-    lives. A rank has dozens of groups, cached for later calls: the idle ranks of a few pools together took a third of
-    two cores. So all groups of a rank share one device.
+    torch gives every gloo group a separate device, whose thread wakes up 100 times a second until the process ends. A
+    rank has dozens of groups, which are cached for later calls, and the idle ranks of a few pools together used a third
+    of two cores. So all groups of a rank share one device.
 
 [Note: what ranks are forked from]
-    The first rank of a parent starts one process (multiprocessing's fork server), which imports what every rank needs,
-    once: torch, the modules given to `preload`, and those shardmuon modules that the parent has imported by then, with
-    the parent's `sys.path`. Python passes this path on from 3.12.3; before that PYTHONPATH does, also in ranks. They
-    exclude the imported objects from garbage collection: some libraries collect in every call, and
-    torch alone has half a million objects.
+    When the parent starts its first rank, multiprocessing starts a fork server, from which all ranks are forked. The
+    server imports once what every rank needs: torch, the modules given to `preload`, and the shardmuon modules that the
+    parent has imported by then. It uses the parent's `sys.path`, which Python passes on since 3.12.3; for older
+    versions, the pool passes it in PYTHONPATH, also to the ranks. Ranks exclude the imported objects from garbage
+    collection, because some libraries run a collection in every call, and torch alone has half a million objects.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ import torch.distributed as dist
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Rank = tuple[BaseProcess, Connection]  # the process of one rank, and the parent's end of its pipe
+_Rank = tuple[BaseProcess, Connection]  # a rank's process, and the parent's end of the pipe to it
 
 _PRELOADED = [  # modules that cannot be imported are skipped
     "torch",
@@ -66,22 +66,22 @@ _PRELOADED = [  # modules that cannot be imported are skipped
     "pytest",
     "hypothesis",
 ]
-_START_TIMEOUT = 180.0  # seconds, to import torch (once per parent process) and to connect the ranks
-_GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
-_STACK_TIMEOUT = 1.0  # seconds for a hung rank to send its stack
-_MAX_OPEN_FILES = 400  # per rank; torch closes a group's files and ends its 2 threads only when the process ends
+_START_TIMEOUT = 180.0  # seconds in which to import torch (once per parent process) and connect the ranks
+_GRACE = 5.0  # seconds to wait for further failures after the first, so that the error names all failed ranks
+_STACK_TIMEOUT = 1.0  # seconds to wait until a hung rank sends its stack
+_MAX_OPEN_FILES = 400  # per rank; torch frees the files and the 2 threads of a group only when the process ends
 
 
 @dataclass(frozen=True)
 class RankException:
-    """The exception of one rank as text, since an exception may not survive pickling.
+    """The exception that a call raised on one rank, as text, because not every exception can be pickled.
 
     Attributes:
-        rank: The rank on which it happened.
+        rank: The rank that raised it.
         type_name: Name of the exception's class; "TimeoutError" for a hang, "ChildProcessError" for a dead rank.
         message: `str(exception)`.
-        traceback: The remote traceback; for a hang, the stack of the rank at that time.
-        returned: True if the rank came back to the pool. False: it was lost, and the pool killed the others.
+        traceback: Traceback on the rank; for a hang, the rank's stack when the time-out expired.
+        returned: True if the rank can serve further calls. False if it hung or died, and the pool killed all ranks.
     """
 
     rank: int
@@ -91,12 +91,12 @@ class RankException:
     returned: bool = True
 
     def __str__(self) -> str:
-        """Rank, type and message on one line, then the traceback."""
+        """Format the exception: rank, type and message on one line, followed by the traceback."""
         return f"--- rank {self.rank}: {self.type_name}: {self.message}\n{self.traceback}".rstrip()
 
 
 class RankError(RuntimeError):
-    """A call failed on at least one rank. `failures` holds a RankException for each of them, in rank order."""
+    """Raised if a call fails on at least one rank. `failures` has a RankException for each such rank, in rank order."""
 
     def __init__(self, what: str, world_size: int, failures: tuple[RankException, ...]) -> None:
         self.failures = failures
@@ -105,16 +105,16 @@ class RankError(RuntimeError):
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """`world_size` processes in one process group, which run functions until the pool is closed.
+    """A pool of `world_size` processes in one process group, which run functions until the pool is closed.
 
     The ranks start at the first call, and again at the first call after a failure, a time-out or `close()`. State that
-    a function leaves in a rank (process groups, globals) speeds up later calls but must not be relied on: the pool may
-    restart its ranks between any two calls, and does so when they run short of file descriptors.
+    a function leaves behind on a rank (process groups, globals) speeds up later calls, but must not be relied on: the
+    pool may restart its ranks between any two calls, and does so when they run short of file descriptors.
 
-    Every call starts with `torch.manual_seed(0)` and with the parent's current warning filters, so results do not
-    depend on the order of calls, and `-W error` holds in the ranks. Environment variables are those of the parent's
-    first pool. Forkserver rules apply: a script needs its `if __name__ == "__main__":` guard. Use a pool from one
-    thread.
+    Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So results do not depend on
+    the order of calls, and `-W error` also applies on the ranks. Ranks have the environment variables that the parent
+    had when its first pool started. As always with a fork server, a script needs an `if __name__ == "__main__":` guard.
+    A pool must be used from one thread only.
 
     Args:
         world_size: Number of ranks, at least 1.
@@ -136,31 +136,33 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self.timeout = timeout
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
-        weakref.finalize(self, _kill, self._ranks)  # at exit, or when the pool is garbage-collected
+        weakref.finalize(self, _kill, self._ranks)  # runs at exit, or when the pool is garbage-collected
 
     def run(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
 
         Args:
-            fn: A function importable by its module and name. In it, `torch.distributed.get_rank()` is the rank.
-            args: Picklable arguments; tensors are sent by value, here and in results.
-            kwargs: Like `args`.
+            fn: A function that can be imported by its module and name. It gets the rank from
+                `torch.distributed.get_rank()`.
+            args: Positional arguments, which must be picklable. Tensors in arguments and results are sent by value.
+            kwargs: Keyword arguments, likewise.
 
         Raises:
-            RankError: `fn` raised, hung or died on some rank. The ranks are killed (the others may be stuck in a
-                collective), and the next call starts new ones.
+            RankError: On some rank, `fn` raised an exception or hung, or the process died. All ranks are killed,
+                because the others may be stuck in a collective, and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
         return cast("list[_T]", self._call(_GRACE, False, fn, args, kwargs))
 
     def run_catching(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T | RankException]:
-        """Run a function as `run` does, but return a rank's exception as its result and let the ranks live on.
+        """Run a function like `run`, but return a rank's exception as its result, and keep the ranks alive.
 
-        For claims like "every rank raises and none hangs". Waits for slow ranks up to the pool's time-out, however
-        early another one raises. The process group remains usable if no collective was left half done.
+        This can test that every rank raises an exception and no rank hangs. The call waits for slow ranks up to the
+        pool's time-out, even if another rank has already raised. The process group can still be used afterwards, unless
+        some ranks have left a collective that others are still in.
 
         Raises:
-            RankError: A rank was lost (it hung or died). The ranks are killed, and the next call starts new ones.
+            RankError: A rank hung or died. All ranks are killed, and the next call starts new ones.
             TypeError: `fn` or an argument cannot be pickled.
         """
         return cast("list[_T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
@@ -178,7 +180,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         name = f"{getattr(fn, '__module__', 'builtins')}.{getattr(fn, '__qualname__', repr(fn))}"
         try:
             call = pickle.dumps((fn, args, kwargs, list(warnings.filters)))
-        except Exception as error:  # pickle raises PicklingError, AttributeError, TypeError or what __reduce__ raises
+        except Exception as error:  # PicklingError, AttributeError, TypeError, or anything from __reduce__
             raise TypeError(
                 f"{name}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
                 " importable module, and picklable arguments"
@@ -190,10 +192,10 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self._receive(started, _START_TIMEOUT, _GRACE, catching=False)
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _receive reports it
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` reports it
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
-        except BaseException:  # Ctrl-C or a test's time-out: replies may still arrive
+        except BaseException:  # after e.g. Ctrl-C, late replies would be taken for those of the next call
             self.close()
             raise
         if num_open_files > _MAX_OPEN_FILES:
@@ -203,8 +205,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOADED, *(n for n in sys.modules if n.split(".")[0] == "shardmuon")])
-        # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
-        # faster than over a FileStore.
+        # The parent serves the rendezvous. With port 0, the system picks a free port, so that no other process can take
+        # it first; and new groups form 2 to 4 times faster than with a FileStore.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             for rank in range(self.world_size):
@@ -220,10 +222,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 rank_pipe.close()
 
     def _receive(self, what: str, timeout: float, grace: float, catching: bool) -> tuple[list[object], int]:
-        """Receive one reply from each rank, in rank order, and the largest number of open files among the ranks.
+        """Receive one reply from each rank. Returns the replies in rank order, and the largest number of files that a
+        rank has open.
 
         Waits at most `timeout` seconds, and at most `grace` seconds after the first failure. Raises RankError if a rank
-        was lost or, without `catching`, raised an exception.
+        hung or died or, unless `catching` is True, raised an exception.
         """
         deadline = time.monotonic() + timeout
         why = f"still running after {timeout:g} s"
@@ -254,16 +257,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return ordered, most_open_files
 
 
-@lru_cache(maxsize=3)  # a rank takes up to 300 MB
+@lru_cache(maxsize=3)  # only a few pools, because a rank takes up to 300 MB of memory
 def get_pool(world_size: int) -> RankPool:
-    """The process-wide gloo pool of this size. The 3 sizes asked for last are kept; the ranks of another end as soon as
-    nothing refers to its pool."""
-    return RankPool(world_size, timeout=120.0)  # other processes may share the cores
+    """Return this process's gloo pool with `world_size` ranks. The pools of the 3 sizes used last are cached. The ranks
+    of any other pool end as soon as nothing refers to the pool."""
+    return RankPool(world_size, timeout=120.0)  # long, because other processes may use the same cores
 
 
 def preload(module: str) -> None:
-    """Import one more module before ranks are forked, if no pool of this process has started yet. A module that raises
-    ImportError is skipped."""
+    """Import one more module before ranks are forked. This has no effect once a pool of this process has started. A
+    module that raises ImportError is skipped."""
     _PRELOADED.append(module)
 
 
@@ -274,7 +277,7 @@ def _dead(number: int, process: BaseProcess) -> RankException:
 
 
 def _where(pipe: Connection) -> str:
-    """The current stack of a rank's main thread, or why it is not known."""
+    """Return the current stack of a rank's main thread, or a text that says why it is not known."""
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(b"")
         if pipe.poll(_STACK_TIMEOUT):
@@ -284,7 +287,7 @@ def _where(pipe: Connection) -> str:
 
 
 def _kill(ranks: list[_Rank]) -> None:
-    """Kill the ranks of a pool, all together: single ranks are never restarted."""
+    """Kill all ranks of a pool. A single rank is never restarted alone."""
     for process, _ in ranks:
         process.kill()
     for process, pipe in ranks:
@@ -297,7 +300,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
     gc.freeze()
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C reaches every process; the parent handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
     calls: SimpleQueue[bytes] = SimpleQueue()
     sending = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, sending, threading.get_ident()), daemon=True).start()
@@ -309,7 +312,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
-    # See [Note: what the parent waits for].
+    # Runs in a separate thread of a rank, see [Note: what the parent waits for].
     try:
         while True:
             call = pipe.recv_bytes()
@@ -319,14 +322,14 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
             with sending:
                 pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
-    finally:  # the parent has closed the pipe
+    finally:  # the parent has closed the pipe or has ended
         os._exit(0)  # skip interpreter teardown, which waits for gloo's threads
 
 
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host name, which may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host name, which may fail
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     if "gloo" in backend:
@@ -336,12 +339,12 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
 
 
 def _share_gloo_device() -> None:
-    # See [Note: one gloo device].
+    # Make all gloo groups of this rank share one device, see [Note: one gloo device].
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        if isinstance(timeout, timedelta):  # else it is options, which name their own device
+        if isinstance(timeout, timedelta):  # otherwise it is an options object, which has its own device
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             timeout = options
@@ -351,7 +354,7 @@ def _share_gloo_device() -> None:
 
 
 def _run_call(message: bytes) -> object:
-    sys.path[:], call = pickle.loads(message)  # first, since loading the call imports its modules
+    sys.path[:], call = pickle.loads(message)  # before the call is loaded, which imports modules
     fn, args, kwargs, filters = pickle.loads(call)
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -361,10 +364,11 @@ def _run_call(message: bytes) -> object:
 
 
 def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
-    """Call `fn` and pickle (result or RankException, number of open files). Plain pickle sends tensors by value."""
+    """Call `fn`, and pickle its result (or a RankException) with the number of files that this rank has open. Plain
+    pickle sends tensors by value, not in shared memory."""
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
-    except BaseException as error:  # SystemExit and pytest's outcomes too: the rank must survive
+    except BaseException as error:  # SystemExit and pytest's outcomes, too, must not end the rank
         failed = RankException(rank, type(error).__name__, str(error), traceback.format_exc())
         return pickle.dumps((failed, _num_open_files()))
     finally:

@@ -1,4 +1,5 @@
-"""A search for matrix products that depend on a matrix's slot in a batch, or on its neighbours."""
+"""Search for matrix products whose bits depend on the matrix's position (slot) in a batch, or on other matrices in the
+batch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize, square_of
 from shardmuon.orthogonalize.schedules import schedule
 
-# Difficult shapes: fewer rows than a vector register, one more or less than a block, few rows and many columns.
+# Shapes for which libraries often use other kernels: fewer rows than a vector register has lanes, one row more or less
+# than a block, few rows and many columns.
 _SHAPES = (
     *((1, 1), (1, 5), (2, 3), (3, 7), (5, 3), (7, 9), (8, 16), (9, 12), (10, 27), (16, 16), (16, 32), (17, 33)),
     *((1, 1025), (3, 1000), (5, 257), (257, 5), (31, 100), (33, 17), (40, 90), (63, 65), (64, 64), (64, 160)),
@@ -25,14 +27,16 @@ def search(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
 ) -> Iterator[tuple[str, list[bool]]]:
-    """Compare the products of Newton-Schulz, and whole iterations, of one matrix in several slots of its batch. Yields,
-    for batches of one shape, method and dtype of products, their description and which comparisons found equal bits.
+    """Compare the bits of one matrix's Newton-Schulz products, and of whole iterations, between several slots
+    (positions) in a batch. For each shape, method and dtype of products, yields a description and a list with one bool
+    per comparison: True if the bits were equal.
 
     Args:
-        device: Device that multiplies.
-        shapes: (rows, cols) of matrices. Those whose batches have one slot are skipped.
+        device: Device that multiplies the matrices.
+        shapes: (rows, cols) of the matrices. Shapes whose batches have only one slot are skipped.
         dtypes: Dtypes of the products.
-        draws: Number of random matrices for each shape and dtype; neighbours are random, zeros or the matrix itself.
+        draws: Number of random matrices for each shape and dtype. The other matrices in the batch are random, zeros, or
+            copies of the same matrix.
     """
     generator, of_gram = torch.Generator().manual_seed(0), default_dtype("gram", device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -53,7 +57,8 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Compare each result for a matrix in a slot with that in the first slot. Yields True for equal bits."""
+    """Compare each result for a matrix in a slot (position in the batch) with the result for the same matrix in the
+    first slot. Yields True for equal bits."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
@@ -64,7 +69,7 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            given = batch[slot : slot + 1 + draw % 2]  # padded with zeros; in odd draws with one neighbour
+            given = batch[slot : slot + 1 + draw % 2]  # padded with zeros by `orthogonalize`; odd draws add a neighbor
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
             first = first or [*results[:-1], whole[0]]
@@ -72,7 +77,7 @@ def _comparisons(
 
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
-    """Results of one step's products, with and without a summand, for matrices in the slots of a batch."""
+    """Compute the matrix products of one Newton-Schulz step for all matrices in a batch, with and without a summand."""
     y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
