@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef
+from shardmuon.errors import about
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
@@ -378,12 +379,10 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
     given = rule.options
     lies = {"tp_group": tp_group} | {key: given[key] for key in PLACE_OPTIONS if key in given}
-    try:
+    with about(name):
         lies["tp_group"] = GroupRef.of(lies["tp_group"], "tp_group")
         if "tp_group" not in given:
             check_expert(param, {**given, "tp_group": tp_group}, ["tp_group"])
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
     shape, problem = logical_shape(param, places[0].module, lies)
     if problem:
         role = Role("unknown", problem)
@@ -423,10 +422,8 @@ def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, An
     if any(key in w.given for key in splits):  # the user's splits replace those that the module's type implies
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
-    try:
+    with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    except ValueError as wrong:
-        raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
     if isinstance(view["split_sizes"], list):  # groups are formed by the text of options, so use one form
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
