@@ -39,8 +39,8 @@ from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.roles import Place, by, find_places, logical_shape, num_text, role_of
 from shardmuon.texts import did_you_mean, table
 
-Pattern = str | Callable[[str, Tensor, nn.Module], bool]
-Overrides = Mapping[Pattern, str | Mapping[str, Any]] | Sequence[tuple[Pattern, str | Mapping[str, Any]]]
+_Pattern = str | Callable[[str, Tensor, nn.Module], bool]
+Overrides = Mapping[_Pattern, str | Mapping[str, Any]] | Sequence[tuple[_Pattern, str | Mapping[str, Any]]]
 _OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 
@@ -290,7 +290,7 @@ class Rule(NamedTuple):
         options: Group options. They contain `use_muon` if the override assigns parameters to Muon or AdamW.
     """
 
-    pattern: Pattern
+    pattern: _Pattern
     label: str
     options: Mapping[str, Any]
 

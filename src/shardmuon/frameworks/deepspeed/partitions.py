@@ -71,7 +71,7 @@ class Slice(NamedTuple):
     offset: int
 
 
-def shape_of(param: Tensor) -> Ints:
+def _shape_of(param: Tensor) -> Ints:
     """Return the full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
@@ -119,14 +119,14 @@ def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -
     wrong += [p for p in given if p.requires_grad and id(p) not in kept and not partly]
     if wrong:
         raise ValueError(
-            f"parameters of shapes {[shape_of(p) for p in wrong]} are in ZeRO partitions, and the optimizer was not "
+            f"parameters of shapes {[_shape_of(p) for p in wrong]} are in ZeRO partitions, and the optimizer was not "
             "made with them, or the other way round: DeepSpeed has put others in their place (AutoTP, AutoEP), or they "
             "were frozen in initialize(). Set autotp_size=1, leave expert_parallel out, or make the optimizer anew"
         )
     for p in found:
         if getattr(p, "tensor_model_parallel", False) or getattr(p, "ds_is_replaced_module", False):
             raise ValueError(
-                f"a parameter of shape {shape_of(p)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
+                f"a parameter of shape {_shape_of(p)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
                 f"DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
             )
 
@@ -270,7 +270,7 @@ def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
     home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
-    return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
+    return mark_flat(shard, FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
 
 
 class DeepSpeedEngine(Engine):
@@ -281,7 +281,7 @@ class DeepSpeedEngine(Engine):
         return hasattr(param, "ds_shape")
 
     def shape(self, param: Tensor) -> Ints:
-        return shape_of(param)
+        return _shape_of(param)
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         raise ValueError(
@@ -323,7 +323,7 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # in the sub-group's buffer, with padding
         if numel * size >= least and offset * size % _PAGE:
-            name = names.get(id(p), f"a parameter of shape {shape_of(p)}")
+            name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
                 f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
