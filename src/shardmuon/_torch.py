@@ -8,7 +8,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -100,11 +100,10 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
     """
     matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
     wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
-    before: dict[str, Any] = {}
+    before = {name: getattr(matmul, name) for name in wanted}
     autocast = torch.is_autocast_enabled(device.type)
     try:
         for name, value in wanted.items():
-            before[name] = getattr(matmul, name)
             setattr(matmul, name, value)
         with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             yield
@@ -160,15 +159,11 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-# Element-wise operations on lists of tensors; the first list is changed in place.
+# Element-wise operations on lists of tensors; those with "_" at the end change the first list in place.
 foreach_lerp_ = partial(_foreach, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
 foreach_add_ = partial(_foreach, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
 foreach_copy_ = partial(_foreach, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
-
-
-def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> Sequence[Tensor]:
-    """Apply `torch.lerp`, which is `start + weight * (end - start)`, to each pair of tensors."""
-    return _foreach(torch._foreach_lerp, start, end, weight=weight)
+foreach_lerp = partial(_foreach, torch._foreach_lerp)  # (start, end, weight=): `torch.lerp`, which makes new tensors
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -214,8 +209,7 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 def local_if_any(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor. Any other tensor is returned as it is."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return cast(Tensor, getattr(tensor, "_local_tensor", tensor))
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
@@ -337,13 +331,8 @@ def timeout_of(group: Any) -> timedelta | None:
 
     torch has no public getter, but the options of the gloo and NCCL backends contain the time-out (2.11 .. 2.13).
     """
-    found = []
+    found = list[timedelta]()
     for device in group._device_types:
-        try:
-            backend = group._get_backend(device)
-        except RuntimeError:  # no backend for this device type
-            continue
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
-            found.append(timeout)
+        with suppress(RuntimeError, AttributeError):  # no backend for this device type, or no time-out
+            found.append(group._get_backend(device).options._timeout)
     return max(found, default=None)

@@ -98,15 +98,10 @@ def about(name: str) -> Iterator[None]:
     try:
         yield
     except OUT_OF_MEMORY as wrong:
-        raised_at(wrong, name)
+        wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")  # `fault_text` says it to the other ranks
         raise
     except Exception as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
-
-
-def raised_at(error: BaseException, name: str) -> None:
-    """Attach to an exception the name of the parameter that was being processed; `fault_text` includes this name."""
-    error.__dict__.setdefault("_shardmuon_at", f"{name}: ")
 
 
 def fault_text(error: BaseException, where: str = "") -> str:

@@ -66,13 +66,11 @@ def _find_ddp(optimizer: object, params: Sequence[Tensor]) -> DistributedDataPar
     """
     if default_group() is None or sum(p.numel() for p in params) < WORTH_IT:
         return None
-    mine = set(map(id, params))
-    objects = gc.get_objects()
-    wrappers = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
-    wrapper: DistributedDataParallel | None = None
-    for found in objects if wrappers else ():
-        if type(found) in wrappers and not mine.isdisjoint(map(id, found.module.parameters())):
-            wrapper = found
-        elif issubclass(type(found), Optimizer) and getattr(found, "optim", None) is optimizer:
-            return None
-    return wrapper if wrapper is not None and len(group_ranks(wrapper.process_group)) > 1 else None
+    mine, objects = set(map(id, params)), gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, Optimizer))}
+    found = [one for one in objects if type(one) in kinds]
+    if any(getattr(one, "optim", None) is optimizer for one in found):
+        return None
+    ddps = (one for one in found if isinstance(one, DistributedDataParallel))
+    around = (ddp for ddp in ddps if not mine.isdisjoint(map(id, ddp.module.parameters())))
+    return next((ddp for ddp in around if len(group_ranks(ddp.process_group)) > 1), None)

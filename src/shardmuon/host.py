@@ -109,11 +109,6 @@ class Host:
         """
         raise NotImplementedError
 
-    def prepare(self, core: Stepped) -> Plan:
-        """Make a plan without taking a step, and return it."""
-        plan: Plan = core.make_plan()
-        return plan
-
     def weights(self, core: Stepped) -> list[Weight]:
         """List every weight that is updated while this host is active, for code that changes weights after a step."""
         raise NotImplementedError
@@ -129,14 +124,6 @@ class Host:
     def plans(self, core: Stepped) -> tuple[Plan, ...]:
         """Return all current plans."""
         return () if core.binding is None else (core.binding.plan,)
-
-    def plan(self, core: Stepped) -> Plan | None:
-        """Return the current plan; None if there is none yet.
-
-        Raises:
-            AttributeError: There may be several plans.
-        """
-        return next(iter(self.plans(core)), None)
 
     @classmethod
     def clips(cls, params: Iterable[Any]) -> str | None:

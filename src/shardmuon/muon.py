@@ -392,6 +392,9 @@ class StepCall(TableCall[Binding]):
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
 
 
+_SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
+
+
 class Muon(Core, Optimizer):
     """Muon for matrices and AdamW for all other parameters, with the same update however the weights are sharded.
 
@@ -610,7 +613,9 @@ class Muon(Core, Optimizer):
         Returns:
             The plan. `print(plan)` shows for each matrix its route, its bucket, and the rank that orthogonalizes it.
         """
-        return self._host.prepare(self)
+        if self._host.in_parts:
+            raise ValueError(_SEVERAL_PLANS)
+        return self.make_plan()
 
     @property
     def plan(self) -> Plan | None:
@@ -619,7 +624,9 @@ class Muon(Core, Optimizer):
         Raises:
             AttributeError: There may be several plans, as under DeepSpeed, which steps groups one by one. Use `plans`.
         """
-        return self._host.plan(self)
+        if self._host.in_parts:
+            raise AttributeError(_SEVERAL_PLANS)
+        return next(iter(self.plans), None)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

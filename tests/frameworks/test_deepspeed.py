@@ -516,7 +516,7 @@ def _faults_on_one_rank(stage: int) -> None:
 
         job.optimizer.step = step  # type: ignore[method-assign]
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
-        assert {"_attach", "_begin", "slices_of", "make_shard", "differs_from_model", "refuse_params"} <= {*known}
+        assert {"_attach", "_begin", "slices_of", "make_shard", "differs_from_model", "refuse_options"} <= {*known}
         assert passed == []
         job.check()  # and nothing had changed
 

@@ -28,7 +28,7 @@ from shardmuon.frameworks.deepspeed.partitions import check_version, refuse_opti
 def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any], words: str) -> None:
     optimizer = Muon([nn.Parameter(torch.ones(4, 3))], lr=1e-3, **options)
     with pytest.raises(ValueError, match=words):
-        refuse_options(optimizer.keeper, optimizer.param_groups)
+        refuse_options(optimizer.keeper, [(group, []) for group in optimizer.param_groups])
 
 
 def test_a_parameter_that_is_marked_for_deepspeeds_own_muon_is_refused() -> None:

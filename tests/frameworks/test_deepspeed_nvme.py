@@ -20,8 +20,9 @@ import torch
 from deepspeed_job import Case, Groups, Shapes, started
 from torch import Tensor, nn
 
+from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import load_checkpoint
-from shardmuon.frameworks.deepspeed.partitions import refuse_loaded, refuse_misplaced, refuse_params
+from shardmuon.frameworks.deepspeed.partitions import refuse_loaded, refuse_options, refuse_swaps
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.frameworks import whole_momentum
 
@@ -199,19 +200,32 @@ QUARTER = MIB // 4  # elements of the smallest gradient that is swapped
 )
 def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: str | None) -> None:
     offsets = [0, *itertools.accumulate(numels[:-1])]
-    gradients = [(f"p{i}", *each) for i, each in enumerate(zip(offsets, numels, strict=True))]
+    flat, params = torch.empty(0), [nn.Parameter(torch.ones(1)) for _ in numels]
+    zero3 = SimpleNamespace(
+        swap_optimizer=True,
+        optimizer_swapper=SimpleNamespace(min_aio_bytes=MIB, swap_element_size=4),
+        fp32_partitioned_groups_flat=[flat],
+        fp16_partitioned_groups_flat_numel=[sum(numels)],
+        _swappable_optimizer_subgroup=lambda number: True,
+        fp16_groups=[params],
+        get_param_id=id,
+        grad_position={id(p): (0, *each) for p, *each in zip(params, offsets, numels, strict=True)},
+    )
+    vars(params[0])["_z3_optimizer"] = zero3
     words = f"^{wrong}: DeepSpeed reads its gradient .* element {offsets[-1]} .*byte {4 * offsets[-1]}.* of their own"
     with pytest.raises(ValueError, match=words) if wrong else nullcontext():
-        refuse_misplaced(gradients, MIB, 4)
+        refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)])
 
 
 def test_weights_on_nvme_are_refused() -> None:
     weight: Any = nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([weight], lr=0.1)
+    groups = [(optimizer.param_groups[0], [("w", weight)])]
     weight.nvme_swapper = None
-    refuse_params([("w", weight)])
+    refuse_options(optimizer.keeper, groups)
     weight.nvme_swapper = object()
     with pytest.raises(ValueError, match="w: offload_param to NVMe is not supported"):
-        refuse_params([("w", weight)])
+        refuse_options(optimizer.keeper, groups)
 
 
 def test_a_checkpoint_that_only_the_engine_has_loaded_is_refused() -> None:

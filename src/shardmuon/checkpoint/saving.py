@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -236,8 +236,7 @@ def _take_over(
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copies: dict[str, Any] = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
-    return copies
+    return cast(dict[str, Any], tree_map_only(Tensor, lambda t: t.detach().clone(), state))
 
 
 # ------------------------------------------------------------------------------------------------------------ shards

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -30,30 +29,26 @@ class FSDP1Host(Host):
     packages = ()
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        _make_alike(core.param_groups, saved)
+        """Add zeros for missing kinds of state, so that all parameters of an FSDP1 unit have the same kinds in the same
+        dtype: see [Note: alike in a unit]."""
+        state = saved["state"]
+        units: dict[Any, list[tuple[int, Tensor]]] = {}
+        for group, packed in zip(core.param_groups, saved["param_groups"], strict=True):
+            for param, key in zip(group["params"], packed["params"], strict=True):
+                place = _sharded(param) if key in state else None
+                if place is not None:
+                    units.setdefault(place.unit, []).append((key, param))
+        for members in units.values():
+            kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
+            dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
+            if not dtypes or any(SCALE in state[key] for key, _ in members):
+                continue  # no state yet, or 8-bit momentum, which FSDP1 cannot save
+            dtype = reduce(torch.promote_types, dtypes)  # can represent the values of all these dtypes exactly
+            for key, param in members:
+                zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
+                state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
         # variants' state per matrix goes into the groups: FSDP1 saves only state that is as long as the parameter
         carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
-
-
-def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
-    """Add zeros for missing kinds of state to a dict from `Optimizer.state_dict`, so that all parameters of an FSDP1
-    unit have the same kinds in the same dtype: see [Note: alike in a unit]."""
-    state = saved["state"]
-    units: dict[Any, list[tuple[int, Tensor]]] = {}
-    for group, packed in zip(groups, saved["param_groups"], strict=True):
-        for param, key in zip(group["params"], packed["params"], strict=True):
-            place = _sharded(param) if key in state else None
-            if place is not None:
-                units.setdefault(place.unit, []).append((key, param))
-    for members in units.values():
-        kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
-        dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
-        if not dtypes or any(SCALE in state[key] for key, _ in members):
-            continue  # no state yet, or 8-bit momentum, which FSDP1 cannot save
-        dtype = reduce(torch.promote_types, dtypes)  # can represent the values of all these dtypes exactly
-        for key, param in members:
-            zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
-            state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
 
 
 def _sharded(param: Tensor) -> UnitPlace | None:

@@ -5,21 +5,16 @@ This module never imports transformers. It imports accelerate only when an optim
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from shardmuon._torch import default_group, is_dtensor
-from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.muon import Muon
 from shardmuon.options import ADAMW_DEFAULTS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-_LOG = logging.getLogger(__name__)
 
 
 class MuonFactory:
@@ -27,8 +22,7 @@ class MuonFactory:
 
     Options that are not given come from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
     ``weight_decay``, ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
-    ``adam_epsilon``. A log line lists the options taken from the TrainingArguments, and the number of parameters that
-    Muon and AdamW get. If the Trainer will wrap the model in DistributedDataParallel, the ranks share the work.
+    ``adam_epsilon``. If the Trainer will wrap the model in DistributedDataParallel, the ranks share the work.
 
     Args:
         args: The Trainer's arguments. None: `lr` must be given, and the other options have shardmuon's defaults.
@@ -61,22 +55,18 @@ class MuonFactory:
             return self
         given = {**self._options, **options}
         args = given.pop("args", self._args)
-        own = {} if args is None else {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-        taken = {key: value for key, value in own.items() if key not in given}
-        if "lr" not in given and "lr" not in taken:
+        if args is not None:
+            given = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **given}
+        if "lr" not in given:
             raise ValueError(
                 "MuonFactory knows no learning rate. Give it the Trainer's arguments, MuonFactory(args), or "
                 "MuonFactory(lr=...)"
             )
-        if "process_group" not in given:
-            given["process_group"] = _replicas(model)
-        optimizer = Muon(model, **taken, **given)
+        optimizer = Muon(model, **{"process_group": _replicas(model), **given})
         for group in optimizer.param_groups:
             if args is not None and not group["use_muon"]:
                 of_adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
                 group.update({key: value for key, value in of_adam.items() if group[key] == ADAMW_DEFAULTS[key]})
-        if default_group() is None or my_rank() == 0:
-            _LOG.warning(_said(optimizer, taken, given["process_group"]))
         return optimizer
 
 
@@ -94,10 +84,3 @@ def _replicas(model: nn.Module) -> Any:
         return None
     wraps = AcceleratorState().distributed_type.value.startswith("MULTI_")
     return default_group() if wraps and not any(map(is_dtensor, model.parameters())) else None
-
-
-def _said(optimizer: Muon, taken: dict[str, Any], group: Any) -> str:
-    counts = Counter(row.optimizer for row in optimizer.routing)
-    text = "Routed: " + ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())) + " parameters"
-    text += ". From TrainingArguments: " + (", ".join(f"{key}={value}" for key, value in taken.items()) or "nothing")
-    return text if group is None else f"{text}. The work is shared by {len(group_ranks(group))} ranks"

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef
+from shardmuon.errors import about
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import (
@@ -38,8 +39,8 @@ from shardmuon.routing.presets import Role, numbers_out
 from shardmuon.routing.roles import Place, by, find_places, logical_shape, num_text, role_of
 from shardmuon.texts import did_you_mean, table
 
-Pattern = str | Callable[[str, Tensor, nn.Module], bool]
-Overrides = Mapping[Pattern, str | Mapping[str, Any]] | Sequence[tuple[Pattern, str | Mapping[str, Any]]]
+_Pattern = str | Callable[[str, Tensor, nn.Module], bool]
+Overrides = Mapping[_Pattern, str | Mapping[str, Any]] | Sequence[tuple[_Pattern, str | Mapping[str, Any]]]
 _OptimizerName = Literal["Muon", "AdamW", "frozen"]
 
 
@@ -289,7 +290,7 @@ class Rule(NamedTuple):
         options: Group options. They contain `use_muon` if the override assigns parameters to Muon or AdamW.
     """
 
-    pattern: Pattern
+    pattern: _Pattern
     label: str
     options: Mapping[str, Any]
 
@@ -378,12 +379,10 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
     given = rule.options
     lies = {"tp_group": tp_group} | {key: given[key] for key in PLACE_OPTIONS if key in given}
-    try:
+    with about(name):
         lies["tp_group"] = GroupRef.of(lies["tp_group"], "tp_group")
         if "tp_group" not in given:
             check_expert(param, {**given, "tp_group": tp_group}, ["tp_group"])
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
     shape, problem = logical_shape(param, places[0].module, lies)
     if problem:
         role = Role("unknown", problem)
@@ -423,10 +422,8 @@ def _muon_options(w: RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, An
     if any(key in w.given for key in splits):  # the user's splits replace those that the module's type implies
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
-    try:
+    with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    except ValueError as wrong:
-        raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
     if isinstance(view["split_sizes"], list):  # groups are formed by the text of options, so use one form
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import AUTOTP_GROUP
 from shardmuon.layout.engines.fsdp1 import know, refuse_flat
@@ -86,10 +87,8 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
             if param is None:
                 continue
             name = _joined(path, leaf)
-            try:
+            with about(name):
                 refuse_flat(param)
-            except ValueError as wrong:
-                raise ValueError(f"{name}: {wrong}") from None
             parts = path.split(".") if path else []
             if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
                 *parts, _, leaf = parts

@@ -334,7 +334,7 @@ def momentum_(
     if grads[0].dtype != buffers[0].dtype:
         grads = foreach_to(grads, buffers)
     foreach_lerp_(buffers, grads, weight=1 - momentum)
-    return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+    return foreach_lerp(grads, buffers, weight=momentum) if nesterov else buffers
 
 
 def momentum_into_(

@@ -44,7 +44,6 @@ from shardmuon.frameworks.deepspeed.partitions import (
     refuse_copies,
     refuse_loaded,
     refuse_options,
-    refuse_params,
     refuse_swaps,
     slices_of,
     swapped_numel,
@@ -234,12 +233,6 @@ class DeepSpeedHost(Host):
         """Return the plans of all flats that have been stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
-    def plan(self, core: Stepped) -> Plan | None:
-        raise AttributeError(_SEVERAL_PLANS)
-
-    def prepare(self, core: Stepped) -> Plan:
-        raise ValueError(_SEVERAL_PLANS)
-
     def weights(self, core: Stepped) -> list[Weight]:
         """List the parts of parameters in all flats, AdamW's flats included."""
         if not self._flats:
@@ -316,8 +309,7 @@ class DeepSpeedHost(Host):
     def _attach(self, core: Stepped) -> None:
         """Make a `Flat` for every flat partition, after checking DeepSpeed's version and options."""
         check_version()
-        refuse_options(core.keeper, [group for group, _ in self.groups])
-        refuse_params([pair for _, named in self.groups for pair in named])
+        refuse_options(core.keeper, self.groups)
         zero3 = zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
         if zero3 is not None:  # stage 3 puts flats into the groups only while they are stepped
@@ -380,9 +372,6 @@ class DeepSpeedHost(Host):
                     known.take_step(fault)
                     core.state[flat]["step"] += 1
                 self._num_stepped += 1
-
-
-_SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Slice(NamedTuple):
     offset: int
 
 
-def shape_of(param: Tensor) -> Ints:
+def _shape_of(param: Tensor) -> Ints:
     """Return the full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
@@ -119,14 +119,14 @@ def _refuse_replaced(given: Sequence[Any], found: Sequence[Any], partly: bool) -
     wrong += [p for p in given if p.requires_grad and id(p) not in kept and not partly]
     if wrong:
         raise ValueError(
-            f"parameters of shapes {[shape_of(p) for p in wrong]} are in ZeRO partitions, and the optimizer was not "
+            f"parameters of shapes {[_shape_of(p) for p in wrong]} are in ZeRO partitions, and the optimizer was not "
             "made with them, or the other way round: DeepSpeed has put others in their place (AutoTP, AutoEP), or they "
             "were frozen in initialize(). Set autotp_size=1, leave expert_parallel out, or make the optimizer anew"
         )
     for p in found:
         if getattr(p, "tensor_model_parallel", False) or getattr(p, "ds_is_replaced_module", False):
             raise ValueError(
-                f"a parameter of shape {shape_of(p)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
+                f"a parameter of shape {_shape_of(p)} is a tensor-parallel shard (AutoTP), and the ZeRO partition that "
                 f"DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
             )
 
@@ -233,20 +233,33 @@ def refuse_copies() -> None:
     )
 
 
-def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for options of the optimizer or its groups that are not supported with ZeRO's partitions."""
+def refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]]) -> None:
+    """Raise ValueError for options that are not supported with ZeRO's partitions, and if weights are offloaded to NVMe,
+    because DeepSpeed may corrupt them: it may round fp32 weights to bf16, and it reads weights into memory addresses
+    that direct I/O does not support.
+
+    Args:
+        keeper: How the optimizer stores momentum.
+        groups: For each optimizer group: the group, and (name, parameter) of the model parameters in it.
+    """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
             "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave these options out; use "
             "offload_optimizer in its config"
         )
-    for index, group in enumerate(groups):
+    for index, (group, named) in enumerate(groups):
         if group["use_muon"] and group.get("tp_group") is not None:
             raise ValueError(
                 f"group {index}: tp_group={group['tp_group']!r}: ZeRO partitions of tensor-parallel shards are not "
                 f"supported. {_TENSOR_PARALLEL}, or leave tp_group out"
             )
+        for name, p in named:
+            if getattr(p, "nvme_swapper", None) is not None:
+                raise ValueError(
+                    f'{name}: offload_param to NVMe is not supported. Write offload_param: {{"device": "cpu"}}; '
+                    "offload_optimizer to NVMe is"
+                )
 
 
 _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_dim, or set autotp_size=1"
@@ -257,7 +270,7 @@ def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
     home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
-    return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
+    return mark_flat(shard, FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
 
 
 class DeepSpeedEngine(Engine):
@@ -268,7 +281,7 @@ class DeepSpeedEngine(Engine):
         return hasattr(param, "ds_shape")
 
     def shape(self, param: Tensor) -> Ints:
-        return shape_of(param)
+        return _shape_of(param)
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         raise ValueError(
@@ -298,45 +311,19 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
-def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError if weights are offloaded to NVMe, because DeepSpeed may corrupt them: it may round fp32 weights
-    to bf16, and it reads weights into memory addresses that direct I/O does not support. `named`: (name, parameter)
-    pairs."""
-    for name, p in named:
-        if getattr(p, "nvme_swapper", None) is not None:
-            raise ValueError(
-                f'{name}: offload_param to NVMe is not supported. Write offload_param: {{"device": "cpu"}}; '
-                "offload_optimizer to NVMe is"
-            )
-
-
 def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError if DeepSpeed cannot swap every gradient of the flat's sub-group correctly to files and back.
-    `named`: (name, parameter) pairs of the flat's optimizer group."""
+    """Raise ValueError if a swapped gradient of the flat's sub-group would be read into a memory address that direct
+    I/O may not support: see [Note: gradients that do not come back]. `named`: (name, parameter) pairs of the flat's
+    optimizer group."""
     zero3 = zero3_of(p for _, p in named)
     if not swapped_numel(flat, zero3):
         return
     names = {id(p): name for name, p in named}
-    gradients = []
+    least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
-        gradients.append((names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
-    swapper = zero3.optimizer_swapper
-    refuse_misplaced(gradients, int(swapper.min_aio_bytes), int(swapper.swap_element_size))
-
-
-def refuse_misplaced(gradients: Sequence[tuple[str, int, int]], least: int, size: int) -> None:
-    """Raise ValueError if a swapped gradient would be read into a memory address that direct I/O may not support: see
-    [Note: gradients that do not come back].
-
-    Args:
-        gradients: For each gradient of one sub-group: (parameter's name, index of its first element in the sub-group's
-            buffer, number of its elements on a rank, padding included).
-        least: Minimum size in bytes of a gradient that DeepSpeed swaps.
-        size: Bytes per element.
-    """
-    for name, offset, numel in gradients:
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # in the sub-group's buffer, with padding
         if numel * size >= least and offset * size % _PAGE:
+            name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
             raise ValueError(
                 f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
                 f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "

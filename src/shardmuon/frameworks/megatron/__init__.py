@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,13 +226,14 @@ def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[
     """Make copies of these overrides that apply only to experts, and that set the experts' tensor-parallel group, which
     differs from the group of dense parameters."""
 
-    def narrowed(rule: Rule) -> Rule:
-        def fits(name: str, param: torch.Tensor, module: nn.Module) -> bool:
-            return _is_expert(param) and rule.fits(name, param, module)
+    def fits(name: str, param: torch.Tensor, module: nn.Module, rule: Rule) -> bool:
+        return _is_expert(param) and rule.fits(name, param, module)
 
-        return rule._replace(pattern=fits, options={**rule.options, "tp_group": () if tp_group is None else tp_group})
-
-    made = [narrowed(rule) for rule in (*rules, *parse_overrides({"*": {}}))]
+    place = {"tp_group": () if tp_group is None else tp_group}
+    made = [
+        rule._replace(pattern=partial(fits, rule=rule), options={**rule.options, **place})
+        for rule in (*rules, *parse_overrides({"*": {}}))
+    ]
     return [made[i] for i in _matching(chunk, made)]
 
 
