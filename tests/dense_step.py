@@ -344,13 +344,14 @@ def assert_like_the_formula(
 
 
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
-    """`which`: beginning of the keys of what is compared. Products of another device round otherwise."""
+    """`which`: beginning of the keys of what is compared bit for bit. Products of another device round otherwise."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}
         for key, wanted in {"weight": expected.weight, **expected.state}.items():
-            if key.startswith(which):
-                assert found[key].dtype == wanted.dtype and torch.equal(found[key].cpu(), wanted), key
+            here = found[key].cpu()
+            assert here.dtype == wanted.dtype and bool(here.any()) == bool(wanted.any()), key
+            assert torch.equal(here, wanted) or not key.startswith(which), key
 
 
 def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: SimulatedRanks, stores: Stores) -> None:
