@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype,
         torch.float32,
         150,
     ),
-    "cautious": ({"variant": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 64),
+    "cautious": ({"variant": "normuon+cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 64),
 }
 POLICIES = [EACH, *(Policy(bucket_bytes=size) for size in (1, 200, 1500, 1 << 20))]
 POLICIES += [Policy(9000, machine) for machine in MACHINES.values()]

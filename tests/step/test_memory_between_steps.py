@@ -104,7 +104,7 @@ def _on_shards(variant: str) -> None:
     cut = as_in("fsdp2")
     found = _off_and_on(variant, None, cut)
     assert not unlike(found.held(), _off_and_on(variant, None, cut, by_hand=True).held())
-    assert not found.unlike_whole(_off_and_on(variant, None))
+    assert not found.unlike_whole(_off_and_on(variant, None).named())
 
 
 def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:

@@ -44,11 +44,20 @@ def _megatron(layout: str, dtype: torch.dtype, **options: Any) -> Callable[[], l
     return groups
 
 
+def _turned_on_odd_ranks(t: Tensor) -> Tensor:
+    return t.mT.contiguous().mT if dist.get_rank() % 2 else t.clone()
+
+
 EVERY_STAGE = {"variant": "muon_eq+normuon+hyperball", "weight_decay": 0.0}
 CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "ranks of a mesh in any order": _rows(lambda: rows_on(DeviceMesh("cpu", [3, 1, 0, 2])), (9, 8), (7, 6)),
     "ranks that hold nothing": _rows(lambda: as_in("fsdp2"), (1, 8), (2, 8)),
     "rank_local": lambda: [*replicas(FAMILIES["all"], frozen=False), *alone()],
+    "replicas of unlike strides": lambda: [
+        {"params": [Spec("wide", (6, 8), _turned_on_odd_ranks), Spec("tall", (9, 5), _turned_on_odd_ranks)]}
+        | {"process_group": (0, 1, 2, 3)},
+        *alone(),
+    ],
     "fsdp2": lambda: [*shards("fsdp2"), *alone()],
     "hsdp": lambda: [*shards("hsdp"), *alone()],
     "ranks that hold nothing, with every stage": lambda: [

@@ -114,15 +114,17 @@ ON_DEVICE: dict[str, Case] = {
     ),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
+    "normuon": Case(options={"variant": "normuon"}),  # simulated ranks keep its numbers on the CPU
 }
+WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsdp crossed", "flat"], 2)
 
 
 @pytest.mark.parametrize(
     ("case", "layout", "places"),
     [
-        *((case, layout, {"device": "cuda:0"}) for case, layout in in_turn(ON_DEVICE, ["hsdp crossed", "flat"], 2)),
+        *((case, layout, {"device": "cuda:0"}) for case, layout in WEIGHTS_THERE),
         ("int8, mixed", "last dim", {"device": "cuda:0"}),
-        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, no nesterov")),
+        *((case, "hsdp crossed", {"buffers": "cuda:0"}) for case in ("random both", "mixed, no nesterov", "normuon")),
     ],
     ids=str,
 )
