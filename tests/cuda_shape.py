@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from mirrored import mirrored_lanes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from shardmuon.comm import vote
+from shardmuon.comm.groups import Ranks, my_rank
+from shardmuon.layout.grid import Ties
 
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -143,7 +147,7 @@ class CudaShape(TorchDispatchMode):
         enter(mock.patch.object(torch.cuda.tunable, "is_enabled", return_value=False))
         enter(mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"))
         if self._ranks > 1:
-            enter(mirrored_lanes())
+            enter(mock.patch.object(vote, "lane_of", _Mirror))
             dist.init_process_group("fake", rank=0, world_size=self._ranks, store=FakeStore())
             self._patches.callback(dist.destroy_process_group)
         return super().__enter__()
@@ -257,6 +261,31 @@ class CudaShape(TorchDispatchMode):
             return func(nothing, nothing, inner_args[2], [], [])
         out = func(*inner_args, **inner_kwargs)
         return tree_map(lambda x: next((t for t in tensors if getattr(t, "inner", t) is x), x), out)
+
+
+class _Mirror:
+    """The votes and talks of ranks that do not exist: each says what this one does, of itself. For tensors that are not
+    tensor-parallel."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.me = ranks, ranks.index(my_rank())
+
+    def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
+        """Return the sum of all digests, which are equal and cancel."""
+        *said, _, presence = message
+        return *said, 0, presence
+
+    def share(self, value: bytes, what: str) -> list[Any]:
+        return [_said_by(rank, pickle.loads(value)) for rank in self.ranks]
+
+
+def _said_by(rank: int, said: Any) -> Any:
+    if isinstance(said, dict) and all(isinstance(entry, vote.Entry) for entry in said.values()):
+        return {rank: _said_by(rank, said[my_rank()])}
+    if isinstance(said, vote.Entry):
+        ties = tuple(Ties((rank,), tie.mates) for tie in said.facts.ties)
+        return said._replace(facts=said.facts._replace(ties=ties))
+    return said
 
 
 def _address(tensor: Tensor) -> int:

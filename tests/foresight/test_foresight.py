@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from every_layout import ROWS, assert_counted, compared, digests_of
 from planned_jobs import DENSE, SPARSE, same_as_live
+from published import decoder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,6 +53,7 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
+BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 8-bit momentum
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}  # bytes of the wire, which is bf16 for bf16 products
 OPTIONS: dict[str, Any] = {**STANDARD, **AUTO}
 
@@ -103,7 +105,7 @@ def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[s
     return {
         "traffic": traffic,
         "digests": list(digests_of(optimizer.plan).values()),
-        "bytes": {**dict.fromkeys(("weights", "gradients"), numel * 4), "state": sum(t.numel() for t in moments) * 4},
+        "bytes": {**dict.fromkeys(("weights", "gradients"), numel * 4), "state": sum(t.nbytes for t in moments)},
     }
 
 
@@ -123,6 +125,7 @@ def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[s
         (FEW, "shard=4 ep=2", OPTIONS),
         (SPARSE, "dp=2 shard=2 ep=2", OPTIONS),
         (DENSE, "dp=2 shard=2 tp=2", OPTIONS),
+        *((BLOCKS, "shard=3", OPTIONS | {"momentum_dtype": kept}) for kept in ("int8", torch.bfloat16)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -31,14 +31,6 @@ def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any]
         refuse_options(optimizer.keeper, [(group, []) for group in optimizer.param_groups])
 
 
-def test_a_parameter_that_is_marked_for_deepspeeds_own_muon_is_refused() -> None:
-    """The configuration's "optimizer" marks it; DeepSpeed takes any optimizer with such a name for it."""
-    marked: Any = nn.Parameter(torch.ones(4, 3))
-    marked._hp_mapping, marked.use_muon = object(), True
-    with pytest.raises(ValueError, match='Take "optimizer" out of the configuration'):
-        slices_of(torch.ones(12), [marked])
-
-
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
@@ -57,23 +49,25 @@ def test_an_older_deepspeed_is_refused(
         check_version()
 
 
+def _zero_3(kind: str = "DeepSpeedZeroOptimizer_Stage3", **settings: Any) -> dict[str, Any]:
+    return {"_z3_optimizer": type(kind, (), settings)()}
+
+
 @pytest.mark.parametrize(
-    ("kind", "setting", "words"),
+    ("marks", "words"),
     [
-        ("MiCS_Optimizer", {}, r"MiCS_Optimizer \(MiCS, ZenFlow\) is not supported"),
-        (
-            "DeepSpeedZeroOptimizer_Stage3",
-            {"zero_hpz_partition_size": 2},
-            r"zero_hpz_partition_size=2 of ZeRO 3 .* leave it out",
-        ),
-        ("DeepSpeedZeroOptimizer_Stage3", {"partial_offload": 0.5}, "partial_offload=0.5 of ZeRO 3"),
-        ("DeepSpeedZeroOptimizer_Stage3", {"zenflow": True}, "zenflow=True of ZeRO 3"),
+        # of "optimizer" in the configuration; DeepSpeed takes any optimizer with such a name for its own Muon
+        ({"_hp_mapping": object(), "use_muon": True}, 'Take "optimizer" out of the configuration'),
+        (_zero_3("MiCS_Optimizer"), r"MiCS_Optimizer \(MiCS, ZenFlow\) is not supported"),
+        (_zero_3(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2 of ZeRO 3 .* leave it out"),
+        (_zero_3(partial_offload=0.5), "partial_offload=0.5 of ZeRO 3"),
+        (_zero_3(zenflow=True), "zenflow=True of ZeRO 3"),
     ],
 )
-def test_kinds_of_zero_3_that_step_by_themselves_or_cut_otherwise_are_refused(
-    kind: str, setting: dict[str, Any], words: str
+def test_parameters_that_deepspeed_steps_by_itself_or_cuts_otherwise_are_refused(
+    marks: dict[str, Any], words: str
 ) -> None:
-    param: Any = nn.Parameter(torch.ones(4, 3))
-    param._z3_optimizer = type(kind, (), setting)()
+    param = nn.Parameter(torch.ones(4, 3))
+    vars(param).update(marks)
     with pytest.raises(ValueError, match=words):
         slices_of(torch.ones(12), [param])

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed_job import Case
 from every_layout import digests_of
 from planned_jobs import DENSE, same_as_live
 from published import decoder
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
@@ -92,28 +89,3 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
     same_as_live(exact, found)
     assert all(live["zeros"] for live in found)
-
-
-# ---------------------------------------------------------------------------------------------------- 8-bit momentum
-
-
-def _momentum_bytes(config: dict[str, Any], kept: Any) -> int:
-    model: Any = build(config, "cpu")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers.children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = Muon(model, lr=0.02, **STANDARD, momentum_dtype=kept)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    kinds = ("momentum_buffer", "momentum_scale")
-    return nbytes(s[key].to_local() for s in optimizer.state.values() for key in kinds if key in s)
-
-
-@pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
-def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
-    config = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
-    exact = count(build(config), "shard=3", device="cpu", momentum_dtype=kept)
-    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
-    assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)

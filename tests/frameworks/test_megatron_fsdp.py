@@ -1,8 +1,8 @@
 """Megatron-FSDP: any number of rows on any rank, gradients that empty shards lack, a step that must change nothing.
 
-Extents as numbers, which need no package; then what the megatron-fsdp package (0.6.1) really builds, on CPUs with a
-stand-in for torch.cuda. There the reference is shardmuon on one process, given the whole gradients. That such layouts
-are audited, clipped and resumed is shown where all layouts are (rows "megatron-fsdp" of shardmuon.testing.layouts).
+The layouts are those that the megatron-fsdp package (0.6.1) really builds, on CPUs with a stand-in for torch.cuda. The
+reference is shardmuon on one process, given the whole gradients. That such layouts are audited, clipped and resumed is
+shown where all layouts are (rows "megatron-fsdp" of shardmuon.testing.layouts).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import contextlib
 import copy
 import importlib.util
 import io
-import itertools
 import logging
-import math
 import re
 import sys
 import warnings
@@ -36,36 +34,12 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon._torch import local_if_any
-from shardmuon.layout.mesh import Cut, rows_of_part
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.variants import KEPT_KEYS
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed (docs/megatron.md)"
 )
-
-# ------------------------------------------------------------------------------------------------ as numbers alone
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim", "stride"), [((9, 4), 0, 1), ((12, 5), 0, 2), ((3, 6), 1, 1), ((7, 12), 1, 2), ((5, 4, 6), 2, 1)]
-)
-def test_rows_of_a_part_are_what_slicing_it_gives(shape: tuple[int, ...], dim: int, stride: int) -> None:
-    """Tensor-parallel parts of rows or columns, also in strides; any rows of them on any rank."""
-    full = torch.arange(float(math.prod(shape))).view(shape)
-    for num_parts in (1, 3):
-        for part in range(num_parts):
-            kept = tensor_parallel_part(full, part, num_parts, dim, stride)
-            for start, stop in itertools.combinations_with_replacement(range(len(kept) + 1), 2):
-                rows, found = kept[start:stop], torch.full((stop - start, *kept.shape[1:]), torch.nan)
-                held, stored = rows_of_part(shape, Cut(dim, stride), part, num_parts, range(start, stop))
-                assert stored == tuple(rows.shape)
-                for (offset, size), local in held:
-                    there = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-                    here = tuple(slice(o, o + n) for o, n in zip(local, size, strict=True))
-                    found[here] = full[there]
-                assert torch.equal(found, rows)
-
 
 # --------------------------------------------------------------------------------------- as the package builds it
 

@@ -110,10 +110,11 @@ def test_python_per_dtensor_is_bounded(world2: RankPool) -> None:
     assert max(world2.run(_calls_on_ranks)) <= 38
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 64), (1, 1024), (2, 32), (16, 64)])
-def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int) -> None:
+@pytest.mark.parametrize(("replicas", "shards", "passed"), [(1, 64, 0), (1, 1024, 0), (2, 32, 16), (16, 64, 30)])
+def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int, passed: int) -> None:
     """The rank that works most, of 72 matrices of four forms, one of which does not divide, owns one or two and holds a
-    part of each. More replicas take as many more copies of what it passes on to them, and nothing else."""
+    part of each. More replicas take as many more copies of what it passes on to them, and nothing else. `passed`:
+    these copies, joined where they lie in a row."""
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]
     layouts = [sharded(view, grid, 0) for view in views] * 18
@@ -127,6 +128,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     (bucket,) = plan.buckets
     program = make_program(plan, bucket, rank)
     assert program.num_owned <= 2
+    assert len(program.relay.passed if program.relay is not None else ()) == passed
     bound = Bound(plan, program, [tuple(p.shape) for p in parts])
 
     def exchange(send: Tensor, sent: Sequence[int], came: Sequence[int]) -> Pending:

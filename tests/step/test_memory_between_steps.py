@@ -5,20 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from jobs import Cut, Job, Spec, as_in, unlike
+from jobs import Job, Spec, unlike
 from kept_in_source import kept_by, kept_in_source
 from processes import run_to_the_end
-from spectra import normal
-from torch import nn
 from variant_cases import LATER
-
-from shardmuon.testing import RankPool
-from shardmuon.variants import KEPT_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "kept.md"
@@ -64,95 +57,36 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
-
-def _job(variant: str | None, cut: Cut = torch.clone) -> Job:
-    """Two matrices, one of them tall, and a vector."""
-    matrices = {"params": [Spec("wide", (6, 9), cut), Spec("tall", (10, 4), cut)], "variant": variant}
-    vector = {"params": [Spec("gain", (9,), cut)], "use_muon": False}
-    return Job([matrices, vector], lr=0.05, weight_decay=0.0)
-
-
-def _steps(job: Job, *seeds: int) -> None:
-    for seed in seeds:
-        job.step(seed)
-
-
-def _off_and_on(variant: str, between: str | None, cut: Cut = torch.clone, by_hand: bool = False) -> Job:
-    """A variant that another one takes turns with; `by_hand`: whose state is taken away by hand meanwhile."""
-    job = _job(variant, cut)
-    _steps(job, 0, 1)
-    job.groups[0]["variant"] = between
-    _steps(job, 2, 3)
-    states = job.state.values()
-    if between is None:
-        assert {key for of_one in states for key in of_one} == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
-    for of_one in states if by_hand else ():
-        for key in KEPT_KEYS:
-            of_one.pop(key, None)
-    job.groups[0]["variant"] = variant
-    _steps(job, 4, 5)
-    return job
+MATRICES = {"params": [Spec("wide", (6, 9)), Spec("tall", (10, 4))], "variant": "normuon+hyperball"}
+GROUPS = [MATRICES, {"params": [Spec("gain", (9,))], "use_muon": False}]  # events on ranks: test_sequences.py
 
 
 @pytest.mark.parametrize("between", [None, "muon_eq"])
 @pytest.mark.parametrize("variant", ["normuon", "hyperball", "normuon+hyperball", *LATER])
-def test_a_variant_that_was_off_begins_anew(variant: str, between: str | None) -> None:
-    assert not unlike(_off_and_on(variant, between).held(), _off_and_on(variant, between, by_hand=True).held())
+def test_a_variant_that_is_off_has_left_nothing_in_the_state(variant: str, between: str | None) -> None:
+    job = Job(GROUPS, weight_decay=0.0)
+    for seed, now in enumerate((variant, between)):
+        job.groups[0]["variant"] = now
+        job.step(seed)
+    kept = {key for of_one in job.state.values() for key in of_one}
+    assert kept == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
 
 
-def _on_shards(variant: str) -> None:
-    cut = as_in("fsdp2")
-    found = _off_and_on(variant, None, cut)
-    assert not unlike(found.held(), _off_and_on(variant, None, cut, by_hand=True).held())
-    assert not found.unlike_whole(_off_and_on(variant, None).named())
-
-
-def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:
-    for variant in ("normuon", "hyperball", *LATER):
-        world2.run(_on_shards, variant)
-
-
-def _skip(job: Job) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    job.set_gradients(7)
-    job.first.grad.fill_(torch.inf)  # type: ignore[union-attr]
-    scaler.step(job.optimizer)
-
-
-def _fork(job: Job) -> None:
-    """Fork workers as a data loader does: they drop what they got, and end."""
+def test_a_forked_worker_that_drops_what_it_got_leaves_nothing_that_the_next_steps_feel() -> None:
+    """As the workers of a data loader do."""
+    jobs = [Job(GROUPS, weight_decay=0.0) for _ in range(2)]
+    for job in jobs:
+        job.step(0)
     child = os.fork()
     if not child:
         try:
-            del job
+            jobs.clear()
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def _add_and_remove_a_group(job: Job) -> None:
-    more = nn.Parameter(normal(5, 5, seed=9))
-    job.optimizer.add_param_group({"params": [("more", more)]})
-    job.optimizer.prepare()
-    del job.groups[-1]
-    job.state.pop(more, None)
-
-
-EVENTS: list[Callable[[Job], None]] = [_skip, _fork, _add_and_remove_a_group]  # others: test_sequences.py
-
-
-@pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
-@pytest.mark.parametrize("event", EVENTS)
-def test_an_event_leaves_nothing_that_the_next_steps_feel(event: Callable[[Job], None], variant: str | None) -> None:
-    job, quiet = _job(variant), _job(variant)
-    for one in (job, quiet):
-        _steps(one, 0, 1)
-    event(job)
-    assert not unlike(job.held(gradients=False), quiet.held(gradients=False))
-    for one in (job, quiet):
-        _steps(one, 2, 3)
-    assert not unlike(job.held(), quiet.held())
+    for job in jobs:
+        job.step(1)
+    assert not unlike(*(job.held() for job in jobs))
 
 
 # ------------------------------------------------------------------------------------- another default process group
