@@ -29,7 +29,7 @@ from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners
-from shardmuon.step.options import Settings, settings_of
+from shardmuon.step.options import settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
 from shardmuon.step.update import Kind, Rounding, Work
 from shardmuon.variants import Stage, Stages
@@ -279,7 +279,8 @@ class SimulatedRanks:
         """One step of all ranks."""
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        settings = one_of_equal(settings_of(group) for group in groups)
+        said = [settings_of(group) for group in groups]
+        settings = [said[said.index(one)] for one in said]  # one object for equal ones: they are stepped in one call
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
         self._settled |= set(stages)
@@ -355,9 +356,3 @@ class SimulatedExchange:
             return torch.cat(parts)
 
         return SimpleNamespace(wait=wait)
-
-
-def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:
-    """One object for equal ones, as for the parameters of a group: several are stepped in one call."""
-    found = list(settings)
-    return [found[found.index(s)] for s in found]

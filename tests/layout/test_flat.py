@@ -44,9 +44,8 @@ def test_flat_ranges_of_a_shard_hold_what_slicing_it_gives(
     for _ in range(10):
         held, wanted = [], []
         for part in range(num_parts if cut is not None else 1):
-            shard = (
-                full if cut is None else tensor_parallel_part(full, part, num_parts, cut.dim, cut.stride)
-            ).flatten()
+            of_part = full if cut is None else tensor_parallel_part(full, part, num_parts, cut.dim, cut.stride)
+            shard = of_part.flatten()
             edges = sorted(draw.randint(0, len(shard)) for _ in range(3))
             for start, stop in itertools.pairwise([0, *edges, len(shard)]):
                 held.append(flat_part(shape, cut, part, num_parts, start, stop))

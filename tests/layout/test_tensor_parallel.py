@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_gpt import tensor_parallel_part
 from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
@@ -35,12 +36,6 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     for key, mark in marks.items():
         setattr(param, key, mark)
     return param
-
-
-def _megatron_part(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
-    """A rank's part in Megatron's own words: every `parts`-th of the pieces of an even split."""
-    pieces = torch.split(full, full.shape[dim] // parts // stride, dim)
-    return torch.cat(pieces[part::parts], dim)
 
 
 Shard = Callable[[Tensor], nn.Parameter]  # cuts this rank's part of a whole tensor, as it is marked
@@ -89,7 +84,7 @@ def _cut_in_every_way() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
-        return lambda full: _mark(_megatron_part(full, dim, stride, world, rank), dim, stride)
+        return lambda full: _mark(tensor_parallel_part(full, rank, world, dim, stride), dim, stride)
 
     def uneven(dim: int, sizes: tuple[int, ...]) -> Shard:
         return lambda full: _marked(full.split(sizes, dim)[rank], {"partition_dim": dim})

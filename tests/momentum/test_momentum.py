@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from simulated import CPU
 from tolerances import assert_rounded, roundoff
 from torch import Tensor, nn
 
@@ -23,7 +24,6 @@ from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, par
 from shardmuon.testing.pool import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
-CPU = torch.device("cpu")
 
 # 511 columns: cut over 2 or 4 ranks they end at multiples of 128, and the last block is not full.
 BLOCKED: dict[str, ParamCase] = {
