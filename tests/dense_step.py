@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from simulated import LAYOUTS, SMALL, SimulatedRanks, cut, planned
+from simulated import CPU, LAYOUTS, SMALL, SimulatedRanks, cut, planned
 from torch import Tensor, nn
 
 from shardmuon import Muon
@@ -31,7 +31,6 @@ from shardmuon.step.options import settings_of
 from shardmuon.step.update import Rounding
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping, scaled_, stages_of
 
-CPU = torch.device("cpu")
 HALVES = (torch.bfloat16, torch.float16)
 SCALES = {
     None: lambda rows, cols: math.sqrt(max(1, rows / cols)),

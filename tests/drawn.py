@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+from simulated import layout_of
 
 from shardmuon.layout.mesh import Shard, reading
-from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
+from shardmuon.layout.pieces import Box, FlatRange, Piece
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 
@@ -73,18 +73,6 @@ def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
     if kind == "ranges":
         return _ranges(draw, Box((0,) * len(shape), shape))
     return [piece for box in _boxes(draw, shape) for piece in _ranges(draw, box, box)]
-
-
-def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamLayout:
-    """The pieces of each rank, one after the other along dim 0 of its storage."""
-    found = []
-    for mine in pieces.values():
-        at, held = 0, []
-        for piece in mine:
-            held.append(Held(piece, (at,) + (0,) * (len(view.shape) - 1) if isinstance(piece, Box) else (at,)))
-            at += piece.size[0] if isinstance(piece, Box) else piece.numel
-        found.append(tuple(held))
-    return ParamLayout(view, tuple(pieces), tuple(found))
 
 
 @st.composite

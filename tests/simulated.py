@@ -29,7 +29,7 @@ from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners
-from shardmuon.step.options import Settings, settings_of
+from shardmuon.step.options import settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
 from shardmuon.step.update import Kind, Rounding, Work
 from shardmuon.variants import Stage, Stages
@@ -78,14 +78,26 @@ def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
     return tensor[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))]
 
 
+def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamLayout:
+    """The pieces of each rank, one after the other along dim 0 of its storage."""
+    found = []
+    for mine in pieces.values():
+        at, held = 0, []
+        for piece in mine:
+            held.append(Held(piece, (at,) + (0,) * (len(view.shape) - 1) if isinstance(piece, Box) else (at,)))
+            at += piece.size[0] if isinstance(piece, Box) else piece.numel
+        found.append(tuple(held))
+    return ParamLayout(view, tuple(pieces), tuple(found))
+
+
 def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
-    """Each rank stores these intervals [start, stop) of a dim, one after the other."""
-    shape, zeros, held = view.shape, (0,) * len(view.shape), []
-    for ranges in by_rank.values():
-        starts = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
-        boxes = [Box(at_dim(zeros, dim, start), at_dim(shape, dim, stop - start)) for start, stop in ranges]
-        held.append(tuple(Held(box, at_dim(zeros, dim, at)) for box, at in zip(boxes, starts, strict=False)))
-    return ParamLayout(view, tuple(by_rank), tuple(held))
+    """Each rank stores these intervals [start, stop) of a dim, one after the other; of another dim than 0 just one."""
+    zeros = (0,) * len(view.shape)
+
+    def box(start: int, stop: int) -> Box:
+        return Box(at_dim(zeros, dim, start), at_dim(view.shape, dim, stop - start))
+
+    return layout_of(view, {rank: [box(*ends) for ends in ranges] for rank, ranges in by_rank.items()})
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
@@ -106,8 +118,7 @@ def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
 
 def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLayout:
     bounds = itertools.pairwise([0, *cuts, math.prod(view.shape)])
-    pieces: list[Piece] = [FlatRange(a, b) for a, b in bounds]
-    return ParamLayout(view, tuple(ranks), tuple((Held(piece, (0,)),) for piece in pieces))
+    return layout_of(view, {rank: [FlatRange(*ends)] for rank, ends in zip(ranks, bounds, strict=True)})
 
 
 def unlike_replicas(view: MatrixView) -> ParamLayout:
@@ -268,7 +279,8 @@ class SimulatedRanks:
         """One step of all ranks."""
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        settings = one_of_equal(settings_of(group) for group in groups)
+        said = [settings_of(group) for group in groups]
+        settings = [said[said.index(one)] for one in said]  # one object for equal ones: they are stepped in one call
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
         self._settled |= set(stages)
@@ -344,9 +356,3 @@ class SimulatedExchange:
             return torch.cat(parts)
 
         return SimpleNamespace(wait=wait)
-
-
-def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:
-    """One object for equal ones, as for the parameters of a group: several are stepped in one call."""
-    found = list(settings)
-    return [found[found.index(s)] for s in found]

@@ -6,6 +6,7 @@ import textwrap
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,19 +60,13 @@ def test_own_groups_have_the_users_time_out_and_those_that_are_destroyed_are_nam
         )
 
 
-class _Group:
-    """A default group as bound to a device by `init_process_group(device_id=...)`."""
-
-    bound_device_id: Any = torch.device("cuda", 3)
-    _device_types = ()
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ncclCommSplit` waits for all ranks of the default group; torch takes it while that is bound to a device."""
-    world, seen = _Group(), []
+    bound = torch.device("cuda", 3)  # as by `init_process_group(device_id=...)`
+    world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []
 
     def new_group(ranks: list[int], **options: Any) -> str:
         seen.append((ranks, world.bound_device_id, options["use_local_synchronization"]))
@@ -84,7 +79,7 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     with pytest.raises(RuntimeError, match="no store") if fails else nullcontext():
         assert new_group_among((0, 2), 1) == "made"
     assert seen == [([0, 2], None, True)]
-    assert world.bound_device_id == torch.device("cuda", 3)
+    assert world.bound_device_id == bound
 
 
 _LIVES = textwrap.dedent(

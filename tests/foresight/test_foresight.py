@@ -22,20 +22,6 @@ from shardmuon.foresight.job import Mesh, count
 from shardmuon.foresight.models import build
 from shardmuon.testing.pool import get_pool
 
-STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
-
-
-def _traffic_of_a_step(optimizer: Muon) -> Traffic:
-    """Traffic of a step, with the plan made before."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.ones_like(p.detach())
-    optimizer.prepare()
-    before = optimizer.traffic.since(Traffic())
-    optimizer.step()
-    return optimizer.traffic.since(before)
-
-
 # ---------------------------------------------------------------------------------------- plans of any layout, counted
 
 
@@ -55,7 +41,7 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 FEW = SPARSE | {"num_experts": 2}
 BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 8-bit momentum
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}  # bytes of the wire, which is bf16 for bf16 products
-OPTIONS: dict[str, Any] = {**STANDARD, **AUTO}
+OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
 def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
@@ -97,14 +83,16 @@ def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str
 def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
     model, given = _live_model(config, mesh)
     optimizer = Muon(model, lr=0.02, **options, **given)
-    traffic = _traffic_of_a_step(optimizer)
-    assert optimizer.plan is not None
+    for p in model.parameters():
+        p.grad = torch.ones_like(p.detach())
+    plan, before = optimizer.prepare(), optimizer.traffic.since(Traffic())
+    optimizer.step()
     numel = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
     state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
     moments = [t.to_local() if hasattr(t, "to_local") else t for t in state]
     return {
-        "traffic": traffic,
-        "digests": list(digests_of(optimizer.plan).values()),
+        "traffic": optimizer.traffic.since(before),
+        "digests": list(digests_of(plan).values()),
         "bytes": {**dict.fromkeys(("weights", "gradients"), numel * 4), "state": sum(t.nbytes for t in moments)},
     }
 

@@ -39,10 +39,6 @@ def _experts() -> nn.Module:
     return nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(8))
 
 
-def _stack() -> nn.Module:
-    return nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 3, 4))})
-
-
 def _tied() -> nn.Module:
     model = _model()
     model.lm_head = nn.Linear(8, 100, bias=False)
@@ -58,7 +54,7 @@ def _tied() -> nn.Module:
         (_model(shared_experts=_experts()), 64 + 8 * 12),  # every token takes them
         (_model(experts=_experts()), 0),
         (_model(block_sparse=nn.ModuleDict({"local_experts": _experts()})), 0),
-        (_model(moe=_stack()), 0),  # by another name
+        (_model(moe=nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 3, 4))})), 0),  # by another name
     ],
 )
 def test_what_works_on_a_token_is_all_but_tables_and_unknown_of_experts(model: nn.Module, expected: int) -> None:
@@ -83,19 +79,16 @@ def test_the_number_can_be_given_and_is_asked_for() -> None:
 def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_they_divide() -> None:
     one, four = (count(build(SMALL), mesh, gpus_per_node=2) for mesh in ("shard=2", "shard=2 pp=4"))
     assert len(four.digests) == 4 and [c.stage for c in four.classes] == [0, 0, 1, 1, 3, 3]
-    muon, done = ([sum(c.count * getattr(c, key) for c in e.classes) for e in (one, four)] for key in _COUNTED)
+    muon, done = (
+        [sum(c.count * getattr(c, key) for c in e.classes) for e in (one, four)]
+        for key in ("muon_elements", "orthogonalized")
+    )
     assert muon[0] == muon[1] and done[0] == done[1]
-    uneven = _stages_of(_layers(11), _parse_mesh("pp=4"))
+    layers = (-1, *range(11), AFTER)  # a parameter of each layer, one before and one after them
+    params = [Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in layers]
+    uneven = _stages_of(params, _parse_mesh("pp=4"))
     assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, AFTER]]
     assert _stages_of([], _parse_mesh("dp=1")) == [[]]
-
-
-_COUNTED = ("muon_elements", "orthogonalized")
-
-
-def _layers(num: int) -> list[Param]:
-    """A parameter of each layer, one before and one after them."""
-    return [Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in (-1, *range(num), AFTER)]
 
 
 def test_layers_are_told_from_their_experts() -> None:

@@ -8,8 +8,9 @@ import random
 
 import pytest
 import torch
+from megatron_gpt import tensor_parallel_part
 from simulated import stored
-from torch import Tensor, nn
+from torch import nn
 
 from shardmuon import Muon
 from shardmuon.comm.groups import GroupRef
@@ -19,13 +20,6 @@ from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.step.binding import chooser_of
-
-
-def _part(full: Tensor, cut: Cut | None, part: int, parts: int) -> Tensor:
-    """One tensor-parallel rank's shard: its share of each of the stride's blocks."""
-    if cut is None:
-        return full
-    return torch.cat([block.chunk(parts, cut.dim)[part] for block in full.chunk(cut.stride, cut.dim)], cut.dim)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +44,8 @@ def test_flat_ranges_of_a_shard_hold_what_slicing_it_gives(
     for _ in range(10):
         held, wanted = [], []
         for part in range(num_parts if cut is not None else 1):
-            shard = _part(full, cut, part, num_parts).flatten()
+            of_part = full if cut is None else tensor_parallel_part(full, part, num_parts, cut.dim, cut.stride)
+            shard = of_part.flatten()
             edges = sorted(draw.randint(0, len(shard)) for _ in range(3))
             for start, stop in itertools.pairwise([0, *edges, len(shard)]):
                 held.append(flat_part(shape, cut, part, num_parts, start, stop))

@@ -21,10 +21,6 @@ from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
 
-def places_of(mesh: Sequence[int]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*map(range, mesh)))
-
-
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
     """Return what a part of an axis keeps of `before` shards of these indices; `chunk` makes fewer of few."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
@@ -46,7 +42,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
         before = [mesh[other] for other in order[: order.index(axis)] if other > axis]
         placements.append(Shard(0, math.prod(before) * (gathered if axis == order[-1] else 1)))
     expected = []
-    for place in places_of(mesh):
+    for place in itertools.product(*map(range, mesh)):
         rows = torch.arange(size)
         for axis in order:
             rows = share(rows, mesh[axis], place[axis], gathered if axis == order[-1] else 1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_gpt import tensor_parallel_part
 from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
@@ -35,12 +36,6 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     for key, mark in marks.items():
         setattr(param, key, mark)
     return param
-
-
-def _megatron_part(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
-    """A rank's part in Megatron's own words: every `parts`-th of the pieces of an even split."""
-    pieces = torch.split(full, full.shape[dim] // parts // stride, dim)
-    return torch.cat(pieces[part::parts], dim)
 
 
 Shard = Callable[[Tensor], nn.Parameter]  # cuts this rank's part of a whole tensor, as it is marked
@@ -89,7 +84,7 @@ def _cut_in_every_way() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
-        return lambda full: _mark(_megatron_part(full, dim, stride, world, rank), dim, stride)
+        return lambda full: _mark(tensor_parallel_part(full, rank, world, dim, stride), dim, stride)
 
     def uneven(dim: int, sizes: tuple[int, ...]) -> Shard:
         return lambda full: _marked(full.split(sizes, dim)[rank], {"partition_dim": dim})
@@ -149,19 +144,27 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
     assert torch.equal(param, before)
 
 
-@pytest.mark.parametrize("marks", [{"tensor_model_parallel": False, "partition_dim": 0}, {"partition_dim": -1}])
-def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("marks", "options"),
+    [
+        ({"tensor_model_parallel": False, "partition_dim": 0}, {}),
+        ({"partition_dim": -1}, {}),
+        ({"allreduce": False}, {"tp_group": ()}),
+        ({"allreduce": False}, {"process_group": (), "tp_group": ()}),
+    ],
+)
+def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, Any], options: dict[str, Any]) -> None:
     param = _marked(_normal(4, 6, seed=0), marks)
     assert cut_of(param) is None
     for group in (None, (0,)):
-        assert [(i.rows, i.cols, i.route) for i in Muon([param], lr=1e-3, tp_group=group).prepare().items] == [
-            (4, 6, "local")
-        ]
+        plan = Muon([{"params": [param], **options}], lr=1e-3, tp_group=group).prepare()
+        assert [(i.rows, i.cols, i.route) for i in plan.items] == [(4, 6, "local")]
 
 
 @pytest.mark.parametrize(
     ("options", "marks", "text"),
     [
+        ({}, {"allreduce": False}, r"w: its attribute allreduce=False marks an expert's parameter.*tp_group would"),
         ({"tp_group": (0,)}, {"partition_dim": 5}, r"w: .* \(4, 6\) tensor .* partition_dim=5 is no dim .* 0 to 1, or"),
         (
             {"tp_group": (0,)},
@@ -182,18 +185,7 @@ def test_options_that_mean_nothing_are_refused_when_they_are_given(
 ) -> None:
     param = _marked(_normal(4, 6, seed=0), marks)
     with pytest.raises(ValueError, match=text):
-        Muon([{"params": [("w", param)], **options}], lr=1e-3)
-
-
-def test_an_expert_takes_no_group_from_the_optimizer_unsaid() -> None:
-    expert = nn.Parameter(_normal(4, 6, seed=0))
-    expert.allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(
-        ValueError, match=r"e: its attribute allreduce=False marks an expert's parameter.*tp_group would"
-    ):
-        Muon([("e", expert)], lr=1e-3, tp_group=(0,))
-    Muon([{"params": [("e", expert)], "tp_group": ()}], lr=1e-3, tp_group=(0,)).prepare()
-    Muon([{"params": [("e", expert)], "process_group": (), "tp_group": ()}], lr=1e-3, tp_group=(0,)).prepare()
+        Muon([{"params": [("w", param)], **options}], lr=1e-3, tp_group=(0,))
 
 
 def test_groups_are_neither_saved_nor_lost_by_loading() -> None:

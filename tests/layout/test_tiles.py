@@ -7,30 +7,14 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from drawn import layout_of, partitions, viewed
+from dense_step import matrices
+from drawn import partitions, viewed
 from hypothesis import given, settings
-from simulated import stored
+from simulated import layout_of, stored
 
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import matrix_view
-
-
-def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Tensor]:
-    """The matrices of a tensor, cut out by plain indexing: what the options mean, in other words than the view's."""
-    kind, transposed = options.get("view", "auto"), options.get("transposed", False)
-    stacked = list(whole) if kind == "stack" else [whole.reshape(whole.shape[0], -1)]
-    found = []
-    for matrix in stacked:
-        matrix = matrix.T if transposed else matrix
-        groups = options.get("split_groups", 1)
-        sizes = options.get("split_sizes", 1)
-        if isinstance(sizes, int):
-            sizes = (len(matrix) // sizes,) * sizes
-        repeats = matrix.reshape(groups, -1, matrix.shape[1])
-        for part in repeats.split(list(sizes), dim=1):
-            found.append(part.reshape(-1, matrix.shape[1]))
-    return found
 
 
 def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
@@ -52,7 +36,7 @@ def test_gathered_tiles_are_the_matrices_and_scattered_ones_the_tensor(data: st.
     gap = data.draw(st.integers(0, 2))
     storages = [storage_of(piece, whole, gap, order) for piece in data.draw(partitions(shape))]
     layout = ParamLayout(view, tuple(range(len(storages))), tuple((held,) for _, held in storages))
-    expected = by_slicing(whole, options)
+    expected = [1 + torch.from_numpy(numbers) for numbers in matrices(shape, options)]
     assert [(m.rows, m.cols) for m in view.matrices] == [tuple(m.shape) for m in expected]
     back = [torch.zeros_like(storage) for storage, _ in storages]
     for matrix, of_matrix, by_rank in zip(view.matrices, expected, layout.tiles, strict=True):

@@ -70,18 +70,14 @@ def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
         assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=scale)
 
 
-def _idle(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer whose steps change nothing."""
-    return torch.optim.SGD(model.named_parameters(), lr=0.0)
-
-
 def _with(model: Any, **changes: Any) -> Any:
     vars(model).update(changes)
     return model
 
 
 def _hooked(model: nn.Module, **options: Any) -> QKClip:
-    return QKClip(model, _idle(model), **options)
+    """QK-clip after an optimizer whose steps change nothing."""
+    return QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), **options)
 
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
@@ -249,11 +245,7 @@ def _of(config: Any = None, **layers: Any) -> nn.Module:
     return module
 
 
-_CONFIG = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3)
-_LATENT = SimpleNamespace(num_attention_heads=4, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=5)
 _FUSED = (("q", 6), ("k", 3), ("", 3))
-
-
 _DEMO = train.Config()
 _PAIR = (("wq", "q", _DEMO.heads), ("wk", "k", _DEMO.kv_heads))
 FOUND: dict[str, tuple[nn.Module, list[Attention]]] = {
@@ -273,11 +265,22 @@ FOUND: dict[str, tuple[nn.Module, list[Attention]]] = {
         ],
     ),
     "megatron": (
-        nn.Sequential(_of(_CONFIG, linear_qkv=(6, 24))),
+        nn.Sequential(
+            _of(
+                SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3),
+                linear_qkv=(6, 24),
+            )
+        ),
         [Attention("0", 4, 2, (Rows("0.linear_qkv.weight", _FUSED, 2), Rows("0.linear_qkv.bias", _FUSED, 2)))],
     ),
     "latent": (
-        nn.Sequential(_of(_LATENT, linear_q_up_proj=(6, 24, False), linear_kv_up_proj=(6, 36, False))),
+        nn.Sequential(
+            _of(
+                SimpleNamespace(num_attention_heads=4, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=5),
+                linear_q_up_proj=(6, 24, False),
+                linear_kv_up_proj=(6, 36, False),
+            )
+        ),
         [
             Attention(
                 "0",
@@ -308,14 +311,7 @@ def _tied(model: nn.Module, name: str, other: str) -> nn.Module:
     return model
 
 
-def _called(model: nn.Module) -> None:
-    _hooked(model, layers=[_LAYER])
-    model(normal(1, 4, 12))
-
-
 _LAYER = Attention("", 6, 2, (Rows("q_proj.weight", (("q", 24),)), Rows("k_proj.weight", (("k", 8),))))
-
-_UNLIKE = Attention("b", 12, 2, _LAYER.rows)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +345,10 @@ _UNLIKE = Attention("b", 12, 2, _LAYER.rows)
         ),
         (lambda: QKClip(Llama(), Muon(Llama(), lr=0.02)), "q_proj.weight is not among.*another tensor of that name"),
         (lambda: _hooked(Llama(), layers=[_LAYER, _LAYER]), r"found \['', ''\], expected layers of unlike names"),
-        (lambda: _hooked(Llama(), layers=[_LAYER, _UNLIKE]), r"q_proj.weight of  and q_proj.weight of b are one"),
+        (
+            lambda: _hooked(Llama(), layers=[_LAYER, Attention("b", 12, 2, _LAYER.rows)]),
+            r"q_proj.weight of  and q_proj.weight of b are one",
+        ),
         (
             lambda: _hooked(_tied(Llama(groups=6), "k_proj", "q_proj")),
             r"q_proj.weight of  and k_proj.weight of  are one weight: no one factor",
@@ -360,7 +359,7 @@ _UNLIKE = Attention("b", 12, 2, _LAYER.rows)
         ),
         (lambda: clip_by({}, Llama(size=5), layers=[_LAYER]), "has 30 rows, and its parts"),
         (
-            lambda: _called(_with(Llama(), head_dim=8)),
+            lambda: (_hooked(model := _with(Llama(), head_dim=8), layers=[_LAYER]), model(normal(1, 4, 12))),
             "its forward makes logits of 3 heads, and it has 6",
         ),
         (lambda: Attention("a", 6, 4, _LAYER.rows), "a: 6 heads, 4 key heads and rows .* do not fit"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from cuda_shape import CUDA, CudaShape
 from test_qk_clip import Llama
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,21 +17,18 @@ from shardmuon_qkclip.scaling import Scaler
 HEADS, SIZE, DIM, LAYERS = 8, 16, 128, 6
 
 
-def _matrix(world: int) -> Tensor:
-    local = torch.empty(DIM // world, DIM, device=CUDA)
-    if world == 1:
-        return local
-    return DTensor.from_local(local, init_device_mesh("cuda", (world,)), [Shard(0)], run_check=False)
-
-
-@pytest.mark.parametrize("world", [1, 8])
-def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
+def test_scaling_by_given_maxima_waits_for_nothing() -> None:
     layers = [
         Attention(str(i), HEADS, HEADS, (Rows(f"q{i}", (("q", DIM),)), Rows(f"k{i}", (("k", DIM),))))
         for i in range(LAYERS)
     ]
-    with CudaShape(ranks=world, values=False) as mode:
-        params = [(f"{name}{i}", nn.Parameter(_matrix(world))) for i in range(LAYERS) for name in "qk"]
+    with CudaShape(ranks=8, values=False) as mode:
+        local, mesh = torch.empty(DIM // 8, DIM, device=CUDA), init_device_mesh("cuda", (8,))
+        params = [
+            (f"{name}{i}", nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False)))
+            for i in range(LAYERS)
+            for name in "qk"
+        ]
         optimizer = Muon([{"params": params}], lr=1e-3)
         maxima = {layer.name: torch.empty(HEADS, device=CUDA) for layer in layers}
         scaler = Scaler(optimizer, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,33 +61,29 @@ def _maxima(rank: int) -> dict[str, Tensor]:
     return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
-def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: Any) -> Muon:
-    matrices = [(n, p) for n, p in params.items() if n not in BIASES]
-    vectors = [(n, p) for n, p in params.items() if n in BIASES]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
-    return Muon(groups[: 2 if vectors else 1], lr=0.02, **options, **(given or {}))
+def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) -> Muon:
+    groups = [{"params": [(n, p)], "use_muon": n not in BIASES} for n, p in params.items()]
+    return Muon(groups, lr=0.02, **options, **(given or {}))
 
 
-def _own_maxima(number: int) -> dict[str, Tensor]:
-    return _maxima(dist.get_rank() + 10 * number)
-
-
-def _largest_of_all(world: int, number: int) -> dict[str, Tensor]:
-    everyone = [_maxima(rank + 10 * number) for rank in range(world)]
-    return {x.name: torch.stack([theirs[x.name] for theirs in everyone]).amax(0) for x in LAYERS}
-
-
-def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, logits: Any, **options: Any) -> QKClip:
+def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
+    """QK-clip by the maxima of these ranks' batches, others in each step."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
-    numbers = itertools.count()
-    return QKClip(nn.ParameterDict(params), optimizer, layers=LAYERS, logits=lambda: logits(next(numbers)), **options)
+    steps = itertools.count(step=10)
+
+    def logits() -> dict[str, Tensor]:
+        step = next(steps)
+        everyone = [_maxima(rank + step) for rank in ranks]
+        return {x.name: torch.stack([theirs[x.name] for theirs in everyone]).amax(0) for x in LAYERS}
+
+    return QKClip(nn.ParameterDict(params), optimizer, layers=LAYERS, logits=logits, **options)
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Weights after steps with these gradients and the maxima of all ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
-    optimizer, world = _optimizer(params), dist.get_world_size()
-    _hooked(params, optimizer, lambda number: _largest_of_all(world, number), process_group=(dist.get_rank(),))
+    optimizer = _optimizer(params)
+    _hooked(params, optimizer, range(dist.get_world_size()), process_group=(dist.get_rank(),))
     for grads in steps:
         for name, grad in grads.items():
             params[name].grad = grad.clone()
@@ -100,7 +96,7 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     params = parameters(placed(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
-    _hooked(params, optimizer, _own_maxima, process_group=beyond)
+    _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
     for _ in range(2):  # where weights lie is found in the first call
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
@@ -124,7 +120,7 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
 
     def make(params: Any, options: Any) -> Muon:
         optimizer = _optimizer(params, options)
-        clips.append(_hooked(params, optimizer, _own_maxima))
+        clips.append(_hooked(params, optimizer, (dist.get_rank(),)))
         return optimizer
 
     run = kind(row, _model(dtype), make)

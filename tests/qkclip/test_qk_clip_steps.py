@@ -37,16 +37,12 @@ class Job:
     def loss(self, seed: int, scale: float = 1.0) -> Tensor:
         return self.model(normal(2, 5, 12, seed=seed, scale=scale)).square().mean()
 
-    def seen(self, *seeds: int) -> list[Tensor]:
-        """The largest logits of both layers for batches, in fp64."""
+    def step(self, *seeds: int) -> list[Tensor]:
+        """Returns what the largest logits of both layers are, in fp64."""
         first = [normal(2, 5, 12, seed=seed) for seed in seeds]
         with torch.no_grad():
             inputs = {0: first, 2: [self.model[:2](x) for x in first]}
-        return [torch.stack([largest(self.model[at], x) for x in xs]).amax(0) for at, xs in inputs.items()]
-
-    def step(self, *seeds: int) -> list[Tensor]:
-        """Returns what the largest logits are, in fp64."""
-        seen = self.seen(*seeds)
+        seen = [torch.stack([largest(self.model[at], x) for x in xs]).amax(0) for at, xs in inputs.items()]
         for seed in seeds:
             self.loss(seed).backward()
         self.optimizer.step()

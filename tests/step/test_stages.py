@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from simulated import (
     planned,
     sharded,
 )
-from torch import Tensor
 
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
@@ -37,7 +35,7 @@ from shardmuon.step import stages as weights_module
 from shardmuon.step.batch import BatchStages
 from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
-from shardmuon.variants import VARIANTS, BeforeStage, stages_of
+from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row.stages]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
@@ -108,26 +106,6 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     assert (buffer[:3] == 7).all() and buffer[-1] == 7
     side.hear(buffer, heard)
     assert all(torch.equal(one[0].view(torch.int32), b) for one, b in zip(heard, bits, strict=True))
-
-
-@dataclass(frozen=True)
-class _Scaled(BeforeStage):
-    by: float
-
-    def run_(self, x: Tensor) -> None:
-        assert len(x) == 1, "each by itself"
-        x.mul_(self.by).add_(1)
-
-
-@pytest.mark.parametrize("products", [None, torch.bfloat16, torch.float32])
-def test_stages_before_run_in_their_order_where_the_batch_is_or_in_fp32(products: torch.dtype | None) -> None:
-    x = torch.randn(2, 3, 4).to(torch.bfloat16)
-    wide = products == torch.float32
-    given = x.clone()
-    found, unit = BatchStages((_Scaled(2.0), _Scaled(3.0)), [], given).before(products)
-    expected = x.to(torch.float32 if wide else x.dtype).mul(2).add_(1).mul_(3).add_(1)
-    assert torch.equal(found, expected) and unit
-    assert found.dtype == expected.dtype and (found is given) != wide
 
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:

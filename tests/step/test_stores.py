@@ -14,7 +14,6 @@ from dense_step import assert_like_the_formula
 from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, in_both, in_turn, sharded
 
 from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
-from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum import stores
 from shardmuon.momentum.stores import (
@@ -138,10 +137,6 @@ def test_momentum_weights_and_lr_may_lie_elsewhere(
         compare(case, layout, **places)
 
 
-def _inner(view: MatrixView) -> ParamLayout:
-    return sharded(view, [(0, 1)], len(view.shape) - 2)
-
-
 ODD = (
     *(make() for make in VIEWS.values()),
     matrix_view((6, 1)),
@@ -152,14 +147,20 @@ ODD = (
 )
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "last dim", "flat", "hsdp 2x2", "inner"])
+CUTS = {
+    **{name: LAYOUTS[name] for name in ("fsdp", "last dim", "flat", "hsdp 2x2")},
+    "inner": lambda view: sharded(view, [(0, 1)], len(view.shape) - 2),
+}
+
+
+@pytest.mark.parametrize("layout", CUTS)
 def test_random_bits_belong_to_elements(layout: str) -> None:
     """Random bits of a tile, and of slabs of it, are cut out of the whole matrix's."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue
         stream = Stream.of("w", "weights", 1, view.longest_row)
-        found = _inner(view) if layout == "inner" else LAYOUTS[layout](view)
+        found = CUTS[layout](view)
         for tile in (tile for of_rank in found.held for held in of_rank for tile in tiles_of(held, view)):
             matrix = view.matrices[tile.matrix]
             whole = stream.bits(Patch.rectangle(tile.matrix, 0, 0, matrix.rows, matrix.cols), CPU)
