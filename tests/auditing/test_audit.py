@@ -116,6 +116,7 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
     (torch.float32, {"method": "gram", "ns_dtype": torch.float16}),
     (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
+    (torch.float64, {**IN_FP64, "variant": "hyperball+normuon", "weight_decay": 0.0}),  # as they are written
 ]
 
 
