@@ -3,6 +3,7 @@ prints its row here and its two in docs/orthogonalization.md."""
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import NamedTuple
 
@@ -56,10 +57,14 @@ def _print(name: str) -> None:
     errors = tuple(float(f"{1.005 * float((y - polar).norm() / polar.norm()):.3g}") for y, polar in pairs)
     restarts = tuple(len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32))
     case = ScheduleCase((round(low, 2), round(high, 2)), round(new.slope), errors, restarts)  # type: ignore[arg-type]
-    print(f"    {(name, len(new.triples))!r}: ScheduleCase{tuple(case)!r},")
-    print(f"| `{name}` | {len(new.triples)} | {low:.3f} .. {high:.3f} | {round(new.slope):,} | {new.source} |")
     forms = [f"{worst_error(new.triples, torch.float32, form):.0e}" for form in ("standard", "gram")]
-    print(f"| `{name}` | {forms[0]} | {forms[1]} |")
+    rows = (
+        f'    ("{name}", {len(new.triples)}): ScheduleCase{tuple(case)!r},',
+        f"| `{name}` | {len(new.triples)} | {low:.3f} .. {high:.3f} | {round(new.slope):,} | {new.source} |",
+        f"| `{name}` | {forms[0]} | {forms[1]} |",
+    )
+    for row in rows:
+        print(re.sub(r"(\de-)0", r"\1", row))  # 2e-5, as the tables have it
 
 
 if __name__ == "__main__":

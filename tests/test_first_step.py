@@ -134,14 +134,13 @@ def test_adamws_rate_with_the_default_scale_warns_and_each_advice_ends_it(lr: fl
     ) as told:
         Muon(_model(), lr=lr)
     assert [Path(warning.filename).name for warning in told] == ["test_first_step.py"], "once, at the caller's line"
-    Muon(_model(), lr=lr, adjust_lr_fn="match_rms_adamw")
-    Muon(_model(), lr=lr, adjust_lr_fn="original")
-    Muon(_model(), lr=0.03)
+    for ends in ({"adjust_lr_fn": "match_rms_adamw"}, {"adjust_lr_fn": "original"}, {"lr": 0.03}):
+        Muon(_model(), **{"lr": lr, **ends})
 
 
 def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
-    Muon(_model(), lr=0.0)
-    Muon(_model(), lr=torch.tensor(1e-4))
+    for rate in (0.0, torch.tensor(1e-4)):
+        Muon(_model(), lr=rate)
     Muon(param_groups(_model(), lr=1e-4), lr=1e-4)
     for group in (optimizer := Muon(_model(), lr=0.03)).param_groups:
         group["lr"] = 1e-5

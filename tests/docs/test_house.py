@@ -181,6 +181,19 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
+MOST_LINES = 60  # of a function, without its docstring
+
+
+def test_functions_are_short(house: ModuleType) -> None:
+    functions = (
+        (f"{file}:{node.lineno}: {node.name}", house.num_lines(node))
+        for file, tree in house.sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, house.FUNCTIONS)
+    )
+    assert [where for where, num_lines in functions if num_lines > MOST_LINES] == []
+
+
 def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
     named = {name.strip() for line in house.layers_of_contract() for name in line.split("|")}
     assert named == {Path(file).parts[0].removesuffix(".py") for file in house.sources()} - {"__init__"}

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import shardmuon
-
 TESTS = Path(__file__).parents[1]
 SMALL = 0.1  # a literal below this, beside a measured number, is a tolerance
 CLOSE = {"assert_close", "allclose", "isclose", "approx"}
@@ -63,29 +61,3 @@ def test_the_scan_sees_every_form() -> None:
         )
     )
     assert seen == dict.fromkeys(range(1, 8), 1)
-
-
-PACKAGE = Path(shardmuon.__file__).parent
-MOST_LINES = 60  # of a function, without its docstring
-
-
-def too_long(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*.py")):
-        source = path.read_text()
-        name = path.relative_to(folder)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node, clean=False)
-                lines = node.end_lineno - node.lineno + 1 - (0 if text is None else len(text.splitlines()))
-                if lines > MOST_LINES:
-                    yield f"{name}:{node.lineno}: {node.name} has {lines} lines"
-
-
-def test_functions_are_short() -> None:
-    assert list(too_long(PACKAGE)) == []
-
-
-def test_the_count_of_lines_leaves_out_the_docstring(tmp_path: Path) -> None:
-    body = "    pass\n" * MOST_LINES
-    (tmp_path / "functions.py").write_text(f'def fine():\n    """One.\n\n    Two."""\n{body[9:]}\ndef long():\n{body}')
-    assert list(too_long(tmp_path)) == ["functions.py:65: long has 61 lines"]

@@ -558,19 +558,6 @@ def test_a_parameter_whose_matrices_cannot_be_known_is_an_error_not_adamw(says: 
 # ------------------------------------------------------------------------------------------------------- groups
 
 
-def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
-
-
-def test_options_of_an_override_make_a_group_of_their_own() -> None:
-    overrides: dict[Any, Any] = {"*.wq.weight": {"split_sizes": 4, "lr": 0.01}, "*.up.weight": {"split_sizes": [8, 16]}}
-    groups = param_groups(Llama(), lr=0.02, adamw_lr=0.003, overrides=overrides)
-    muon = {"use_muon": True, "lr": 0.02, "weight_decay": 0.1}
-    mine, plain, halves = {**muon, "lr": 0.01, "split_sizes": 4}, muon, {**muon, "split_sizes": (8, 16)}
-    assert options_of(groups)[:3] == [mine, plain, halves]
-    assert groups[0]["param_names"] == ["layers.0.wq.weight", "layers.1.wq.weight"]
-
-
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}], lr=1e-3)
     roles = {"lr", "weight_decay", "use_muon", *PLACE_OPTIONS}
@@ -585,22 +572,21 @@ def test_options_are_those_of_the_optimizer() -> None:
     } == VIEW_DEFAULTS
 
 
-def test_groups_carry_the_options_given() -> None:
+def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of_their_own() -> None:
     rate = torch.tensor(0.02)
-    groups = param_groups(
-        Llama(),
-        lr=rate,
-        adamw_lr=0.003,
-        weight_decay=0.2,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    adamw = {"use_muon": False, "lr": 0.003}
-    assert options_of(groups) == [
-        {"use_muon": True, "lr": rate, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"},
+    given: dict[str, Any] = {"lr": rate, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
+    overrides: dict[Any, Any] = {"*.wq.weight": {"split_sizes": 4, "lr": 0.01}, "*.up.weight": {"split_sizes": [8, 16]}}
+    groups = param_groups(Llama(), adamw_lr=0.003, overrides=overrides, **given)
+    muon, adamw = {"use_muon": True, **given}, {"use_muon": False, "lr": 0.003}
+    assert [{key: g[key] for key in g.keys() - {"params", "param_names"}} for g in groups] == [
+        {**muon, "lr": 0.01, "split_sizes": 4},
+        muon,
+        {**muon, "split_sizes": (8, 16)},
         {**adamw, "weight_decay": 0.2},
         {**adamw, "weight_decay": 0.0},
     ]
-    assert groups[1]["param_names"] == ["embed.weight", "head.weight"]
+    assert groups[0]["param_names"] == ["layers.0.wq.weight", "layers.1.wq.weight"]
+    assert groups[3]["param_names"] == ["embed.weight", "head.weight"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from spectra import normal, spectrum
@@ -86,25 +90,27 @@ def test_bits_are_compared_not_values() -> None:
         assert_bitwise([zero, torch.tensor([1.0, 2.0, 3.0])], [zero, torch.tensor([1.0, 2.0, 3.5])], "w")
 
 
-def test_roundings_are_counted() -> None:
-    one = torch.ones(4)
-    above = torch.nextafter(one, one + 1)  # eps above: two roundings
-    assert_rounded(above, one, roundings=2)
-    with pytest.raises(AssertionError, match="allowed 1"):
-        assert_rounded(above, one, roundings=1)
-    assert_rounded(float("inf"), float("inf"), roundings=1)
-    assert_rounded(float("nan"), float("nan"), roundings=1)
-    for found in (float("inf"), float("nan"), 0.0):
-        with pytest.raises(AssertionError, match="off"):
-            assert_rounded(found, 1.0, roundings=100)
-    with pytest.raises(AssertionError, match="shape"):
-        assert_rounded(one[:1], one, roundings=1)
-    assert_rounded(torch.tensor(1e-8), torch.tensor(0.0), roundings=1, scale=1.0)
-    with pytest.raises(AssertionError, match="off"):
-        assert_rounded(torch.tensor(1e-6), torch.tensor(0.0), roundings=1, scale=1.0)
-    assert_near(above, one, 2 * roundoff(torch.float32))
-    with pytest.raises(AssertionError, match="of its norm"):
-        assert_near(above, torch.zeros(4), 1.0)
+ONE = torch.ones(4)
+ABOVE = torch.nextafter(ONE, ONE + 1)  # eps above: two roundings
+# found, expected, options, and what is said against it; "": nothing
+ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
+    (ABOVE, ONE, {"roundings": 2}, ""),
+    (ABOVE, ONE, {"roundings": 1}, "allowed 1"),
+    *((value, value, {"roundings": 1}, "") for value in (math.inf, math.nan)),
+    *((value, 1.0, {"roundings": 100}, "off") for value in (math.inf, math.nan, 0.0)),
+    (ONE[:1], ONE, {"roundings": 1}, "shape"),
+    (torch.tensor(1e-8), torch.tensor(0.0), {"roundings": 1, "scale": 1.0}, ""),
+    (torch.tensor(1e-6), torch.tensor(0.0), {"roundings": 1, "scale": 1.0}, "off"),
+    (ABOVE, ONE, {"bound": 2 * roundoff(torch.float32)}, ""),
+    (ABOVE, torch.zeros(4), {"bound": 1.0}, "of its norm"),
+]
+
+
+@pytest.mark.parametrize(("found", "expected", "options", "says"), ROUNDED, ids=str)
+def test_roundings_are_counted(found: Any, expected: Any, options: dict[str, float], says: str) -> None:
+    check: Any = assert_near if "bound" in options else assert_rounded
+    with pytest.raises(AssertionError, match=says) if says else nullcontext():
+        check(found, expected, **options)
 
 
 def test_sums_of_many_terms_stay_within_their_root_mean_square() -> None:

@@ -70,19 +70,6 @@ def test_zeros_stay_zeros_and_nothing_is_lost_in_low_precision(stage: Stage, dty
     assert_bitwise(found, torch.zeros(2, 4, 3, dtype=torch.promote_types(dtype, torch.float32)))
 
 
-@pytest.mark.parametrize("variant", ["normuon+hyperball", "hyperball+normuon"])
-def test_stages_after_in_one_pass_are_those_one_after_the_other(variant: str) -> None:
-    stages = [stage for stage in stages_of({"variant": variant}) if isinstance(stage, AfterStage)]
-    found = expected = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(3))
-    kept = {stage.key: torch.full((2, stage.num_kept(9, 6)), 0.5) for stage in stages}
-    for stage in stages:
-        expected = stage.run(expected, kept[stage.key].clone())
-    found = found.clone()
-    scaled_(stages, found, {key: numbers.unbind(0) for key, numbers in kept.items()})
-    # sums of six squares and of nine means in each norm, halved by the root, and six operations of each stage
-    assert_rounded(found, expected, roundings=2 * (6 + 9 + 6), dtype=torch.float32)
-
-
 # ----------------------------------------------------------------------------------------------------- whole steps
 
 
