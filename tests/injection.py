@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from jobs import unlike
 
 import shardmuon
 
@@ -256,6 +257,43 @@ def known_places(call: Callable[[], object], begin: str, last: str | None = None
     return list(dict.fromkeys(Place(*place) for theirs in found for place in theirs))
 
 
+def plant(
+    call: Callable[[], object],
+    known: Sequence[Place],
+    begin: str,
+    held: Callable[[], dict[str, object]],
+    before: Callable[[int], object] = lambda at: None,
+    *,
+    kinds: Sequence[BaseException] = KINDS,
+    again: bool = False,
+) -> tuple[list[str], int]:
+    """Plant an exception of every kind in turn in each of these functions, on each rank in turn, in a call of all.
+
+    Args:
+        call: The call, which enters `begin` before these functions.
+        held: All that a refused call must leave as it was.
+        before: What comes before each call, given the number of the function.
+        again: Also in the third call of every fourth function.
+
+    Returns:
+        Functions in which an exception passed unnoticed, and how often all ranks raised.
+    """
+    passed, raised = list[str](), 0
+    for at, place in enumerate(known):
+        for number in (1, 3) if again and at % 4 == 1 else (1,):
+            error = kinds[(at + number - 1) % len(kinds)]
+            victim = (at + at // len(kinds)) % dist.get_world_size()
+            before(at)
+            kept = held()
+            found = check_all_raise(call, place, error, victim, number, begin)
+            changed = unlike(kept, held())
+            assert not (found and changed), f"{place} {type(error).__name__} on rank {victim} changed {changed}"
+            raised += found is True
+            if found is False and number == 1:
+                passed.append(f"{place} {type(error).__name__} on rank {victim}")
+    return passed, raised
+
+
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
     """Plant an exception in every function of `optimizer.step` before its first collective, as a framework calls it.
 
@@ -266,7 +304,7 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
     Returns:
         The functions, and those in which an exception passed unnoticed.
     """
-    original, known, passed = optimizer.step, [], []
+    original, known, passed = optimizer.step, list[Place](), list[str]()
 
     def trace(*args: Any, **options: Any) -> Any:
         del optimizer.step
@@ -274,32 +312,23 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         known.extend(known_places(lambda: returned.append(original(*args, **options)), "step"))
         return returned[0]
 
-    def plant(*args: Any, **options: Any) -> Any:
+    def plant_(*args: Any, **options: Any) -> Any:
         del optimizer.step
-        for at, place in enumerate(known[::stride]):
-            groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-            before, kind = _copies(optimizer), at % len(KINDS)
-            victim = (at + kind) % dist.get_world_size()
-            found = check_all_raise(lambda: original(*args, **options), place, KINDS[kind], victim, 1, "step")
-            optimizer.param_groups = [group for group, _ in groups]
+        groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+
+        def held() -> dict[str, object]:
+            optimizer.param_groups = [group for group, _ in groups]  # a framework's own, which a refusal left in place
             for group, params in groups:
                 group["params"] = params
-            if found is None:  # the victim does not call it: a healthy step
-                continue
-            after = _copies(optimizer)
-            assert len(before) == len(after) and all(map(torch.equal, before, after)), f"{place} changed something"
-            if found is False:
-                passed.append(f"{place} {type(KINDS[kind]).__name__}")
+            tensors = [p for _, params in groups for p in params]
+            tensors += [value for values in optimizer.state.values() for value in values.values()]
+            return {str(at): t.detach().clone() for at, t in enumerate(tensors) if isinstance(t, torch.Tensor)}
+
+        passed.extend(plant(lambda: original(*args, **options), known[::stride], "step", held)[0])
         return original(*args, **options)
 
-    for wrapper in (trace, plant):
+    for wrapper in (trace, plant_):
         optimizer.step = wrapper
         run()
     run()  # a healthy one
     return [place.name for place in known], passed
-
-
-def _copies(optimizer: Any) -> list[torch.Tensor]:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return [t.detach().clone() for t in (*params, *state) if isinstance(t, torch.Tensor)]

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from injection import KINDS, MARK, STAYS, check_all_raise, join, known_places, raising
+from injection import KINDS, MARK, STAYS, join, known_places, plant, raising
+from jobs import Spec, as_in, unlike
 from test_qk_clip import normal
 from torch import Tensor, nn
 
-from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.errors import ExchangeError, made_public
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon_qkclip.layers import Attention, Rows
 from shardmuon_qkclip.scaling import Scaler
 
@@ -55,25 +55,22 @@ def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
     return found
 
 
-class Job:
+class Job(jobs.Job):
     """Weights of 4 heads of 3 rows after a step, so that there is momentum, and layers that have one for queries and
     one for keys. `kind`: a family, or one layer on all ranks, "plain" or "fsdp2"."""
 
     def __init__(self, kind: str) -> None:
-        everyone = tuple(range(dist.get_world_size()))
+        everyone, sharded = tuple(range(dist.get_world_size())), kind == "fsdp2"
         family = FAMILIES.get(kind, {"q0": [everyone], "k0": [everyone]})
-        whole = {n: normal(12, 5, seed=100 * at + _own(sets)[0]) for at, (n, sets) in enumerate(family.items())}
-        self.params = parameters(LAYOUTS[kind].build(whole, (len(everyone),)) if kind == "fsdp2" else whole)
-        groups = [{"params": [(n, p)], "process_group": _own(family[n])} for n, p in self.params.items()]
-        self.optimizer = Muon([*self.params.items()] if kind == "fsdp2" else groups, lr=0.02)
+        specs = {name: Spec(name, (12, 5), as_in(kind) if sharded else torch.clone) for name in family}
+        places = {name: {} if sharded else {"process_group": _own(sets)} for name, sets in family.items()}
+        super().__init__([{"params": [spec], **places[name]} for name, spec in specs.items()])
         self.layers = tuple(
             Attention(at, 4, 4, (Rows(f"q{at}", (("q", 12),)), Rows(f"k{at}", (("k", 12),))))
             for at in sorted({name[-1] for name in family})
         )
         self.scaler: Scaler | None = None
-        for p in self.params.values():
-            p.grad = torch.ones_like(p)
-        self.optimizer.step()
+        self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
         """Reduce maxima; with a scaler of its own, which knows no table, if its arguments are others."""
@@ -86,20 +83,11 @@ class Job:
     def clip(self, seed: int, logits: Any = None, **changes: Any) -> None:
         self.reduce(seed, logits, **changes).apply_()
 
-    def held(self) -> list[Tensor]:
-        """Copies of weights, then of what the optimizer keeps."""
-        kept = [v for p in self.params.values() for v in self.optimizer.state[p].values()]
-        return [local_if_any(t).detach().clone() for t in (*self.params.values(), *kept)]
-
-
-def _alike(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
 
 def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
     for one in (job, twin):
         one.clip(seed, **given)
-    assert _alike(job.held(), twin.held())
+    assert unlike(job.held(), twin.held()) == []
 
 
 # ------------------------------------------------------------------------------------------------------ many sets
@@ -108,7 +96,7 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 def _scaled(name: str) -> list[str]:
     """Names of weights that are not what the rule makes of the maxima of all ranks that their sets connect."""
     job = Job(name)
-    wanted = {n: p.detach().clone() for n, p in job.params.items()}
+    wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
         job.clip(seed)
         for at, sets in CONNECTED[name].items():
@@ -116,7 +104,7 @@ def _scaled(name: str) -> list[str]:
             gain = torch.where(most > TAU, torch.full_like(most, TAU) / most, torch.ones_like(most))
             for weight in (f"q{at}", f"k{at}"):
                 wanted[weight].mul_(gain.pow(0.5).repeat_interleave(3)[:, None])
-    return [n for n, p in job.params.items() if not torch.equal(p, wanted[n])]
+    return [spec.name for p, spec in job.specs.items() if not torch.equal(p, wanted[spec.name])]
 
 
 @pytest.mark.parametrize("name", CONNECTED)
@@ -151,7 +139,7 @@ def _differing(what: str) -> list[str]:
         job.scaler = None
     elif what == "replaced" and dist.get_rank() in (2, 3):  # on both ranks that share it, by one of another layout
         for one in (job, twin):
-            one.params["q0"] = one.optimizer.param_groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
+            one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
         twin.scaler = None
     before = job.held()
     for _ in range(2):
@@ -159,7 +147,7 @@ def _differing(what: str) -> list[str]:
             job.clip(1, **beyond, **(DIFFERENT.get(what, {}) if odd else {}))
         except ValueError as error:
             said.append(str(error))
-            assert _alike(before, job.held())
+            assert unlike(before, job.held()) == []
     if said:
         job.scaler = None  # next one with the arguments of all
     else:
@@ -196,7 +184,7 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
     """Exceptions in each function that runs before the ranks have voted: where they passed unnoticed, how many were
     raised by all. `first`: in calls that make the table anew."""
     join(store)
-    job, twin, passed, raised = Job(kind), Job(kind), list[str](), 0
+    job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
 
     def call() -> None:
@@ -205,17 +193,9 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.reduce(1)
 
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]  # in each on two ranks
-    for at, place in enumerate(known, start=1):
-        kind, number = at % len(KINDS), 3 if first and at % 4 == 0 else 1
-        before, victim = job.held(), (at // 2) % dist.get_world_size()
-        found = check_all_raise(call, place, KINDS[kind], victim, number, "reduce")
-        raised += bool(found)
-        if found:
-            assert _alike(before, job.held()), f"{place} changed something"
-        elif number == 1:
-            passed.append(f"{place} {type(KINDS[kind]).__name__}")
+    found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
-    return passed, raised
+    return found
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
@@ -241,7 +221,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
-    held, state = job.held(), copy.deepcopy(job.optimizer.state_dict())
+    held = [local_if_any(p).detach().clone() for p in job.specs]
+    state = copy.deepcopy(job.optimizer.state_dict())
     begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # one rank votes with nobody
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]
@@ -257,7 +238,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
         said.append((place.name, f"{caught.typename}: {caught.value}", isinstance(error, STAYS)))
         with pytest.raises(ExchangeError, match="QK-clip was broken off"):
             job.optimizer.step()
-        for p, weight in zip(job.params.values(), held, strict=False):
+        for p, weight in zip(job.specs, held, strict=True):
             local_if_any(p).data.copy_(weight)
         job.optimizer.load_state_dict(copy.deepcopy(state))
     _both_clip(job, twin, 2)

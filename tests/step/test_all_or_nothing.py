@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import FAMILIES, Backup, Job, layout_of, unlike
+from jobs import FAMILIES, Backup, Job, in_gradient, in_state, in_storage, layout_of, of_inference, one_row, unlike
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -47,35 +47,6 @@ def _put(kind: str) -> Callable[[Job], None]:
     return lambda job: setattr(job.first, "grad", _placed(kind)(job.first.grad))  # type: ignore[arg-type]
 
 
-def _grad(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Tensor] = lambda job: job.first) -> Any:
-    def do(job: Job) -> None:
-        p = of(job)
-        made, (p.grad) = make(p.grad), None  # type: ignore[arg-type]
-        if made is not None and made.shape != p.shape:
-            p.grad = torch.zeros_like(p)
-            p.grad.data = made
-        else:
-            p.grad_dtype = None  # torch assigns none of another dtype otherwise
-            p.grad = made
-
-    return do
-
-
-def _data(
-    make: Callable[[Tensor], Tensor], *, grads: bool = True, of: Callable[[Job], Tensor] = lambda job: job.first
-) -> Callable[[Job], None]:
-    """Other data in the same parameter; the gradient along with it."""
-
-    def do(job: Job) -> None:
-        p = of(job)
-        grad, p.grad = p.grad, None
-        p.data = make(p.data)
-        assert grad is not None
-        p.grad = make(grad) if grads else grad
-
-    return do
-
-
 def _swapped(make: Callable[[Tensor], Tensor]) -> Callable[[Job], None]:
     def do(job: Job) -> None:
         old = job.first
@@ -90,29 +61,12 @@ def _marked(job: Job) -> None:
     job.first.partition_dim = 0  # type: ignore[attr-defined]
 
 
-def _kept(key: str, make: Callable[[Tensor], Any], of: Callable[[Job], Tensor] = lambda job: job.first) -> Any:
-    def do(job: Job) -> None:
-        kept = dict(job.state[of(job)])
-        job.state[of(job)] = {**kept, key: make(kept[key])}
-
-    return do
-
-
 def _momentum(make: Callable[[Tensor], Any]) -> Any:
-    return _kept("momentum_buffer", make)
+    return in_state("momentum_buffer", make)
 
 
 def _moment(make: Callable[[Tensor], Any]) -> Any:
-    return _kept("exp_avg_sq", make, lambda job: job.adamw)
-
-
-def _inference(like: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return like.clone()
-
-
-def _one_row(t: Tensor) -> Tensor:
-    return t[:1].expand_as(t)
+    return in_state("exp_avg_sq", make, lambda job: job.adamw)
 
 
 def _frozen(job: Job) -> None:
@@ -180,13 +134,14 @@ def _patched(where: Any, name: str, error: BaseException) -> Callable[[Job], obj
 
 
 FAULTS: dict[str, Fault] = {
-    "gradient missing": Fault(_grad(lambda g: None), r"\w+: .*ranks \[[\d, ]+\] have no gradient"),
+    "gradient missing": Fault(in_gradient(lambda g: None), r"\w+: .*ranks \[[\d, ]+\] have no gradient"),
     "all gradients missing": Fault(lambda job: job.optimizer.zero_grad(), "no gradient"),
     "gradient sparse": Fault(
-        _grad(lambda g: torch.zeros(g.shape).to_sparse()), r"rank \d: \w+: its gradient is (sparse|a plain tensor)"
+        in_gradient(lambda g: torch.zeros(g.shape).to_sparse()),
+        r"rank \d: \w+: its gradient is (sparse|a plain tensor)",
     ),
-    "gradient complex": Fault(_grad(lambda g: g.to(torch.complex64)), r"rank \d: \w+: its gradient is complex"),
-    "gradient of another dtype": Fault(_grad(Tensor.double), r"\w+: .*float64"),
+    "gradient complex": Fault(in_gradient(lambda g: g.to(torch.complex64)), r"rank \d: \w+: its gradient is complex"),
+    "gradient of another dtype": Fault(in_gradient(Tensor.double), r"\w+: .*float64"),
     "gradient elsewhere": Fault(
         lambda job: (vars(job.first).update(main_grad=job.first.grad), job.optimizer.zero_grad()),
         r"rank \d: \w+: its gradient is in p.main_grad",
@@ -239,7 +194,7 @@ FAULTS: dict[str, Fault] = {
     "momentum of another dtype": Fault(_momentum(Tensor.bfloat16), r"\w+: .*bfloat16"),
     "momentum is a number": Fault(_momentum(lambda t: 1.0), r"rank \d: \w+: .*momentum_buffer"),
     "momentum is sparse": Fault(_momentum(lambda t: torch.ones(2).to_sparse()), r"rank \d: \w+: .*momentum_buffer"),
-    "momentum of inference": Fault(_momentum(_inference), r"rank \d: \w+: its momentum_buffer was made under"),
+    "momentum of inference": Fault(_momentum(of_inference), r"rank \d: \w+: its momentum_buffer was made under"),
     "momentum complex": Fault(_momentum(lambda t: t.to(torch.complex64)), r"\w+: .*complex"),
     "AdamW betas": Fault(_option("betas", (2.0, 3.0), -1), r"rank \d: group \d: betas=\(2.0, 3.0\) must be two"),
     "AdamW lr": Fault(_option("lr", -1.0, -1), r"rank \d: group \d: lr=-1.0 must be finite"),
@@ -247,17 +202,17 @@ FAULTS: dict[str, Fault] = {
         lambda job: job.groups[-1].pop("weight_decay"), r"rank \d: group \d: lacks the option 'weight_decay'"
     ),
     "AdamW gradient sparse": Fault(
-        _grad(Tensor.to_sparse, lambda job: job.adamw), r"rank \d: bias: its gradient is sparse"
+        in_gradient(Tensor.to_sparse, lambda job: job.adamw), r"rank \d: bias: its gradient is sparse"
     ),
     "AdamW gradient of another dtype": Fault(
-        _grad(Tensor.double, lambda job: job.adamw), r"rank \d: bias: its gradient is .*64"
+        in_gradient(Tensor.double, lambda job: job.adamw), r"rank \d: bias: its gradient is .*64"
     ),
     "AdamW moment of another shape": Fault(_moment(lambda t: t[:3]), r"rank \d: bias: its exp_avg"),
     "AdamW moment is a number": Fault(_moment(lambda t: 1), r"rank \d: bias: .*exp_avg_sq"),
     "AdamW moment of another dtype": Fault(_moment(Tensor.double), r"rank \d: bias: .*exp_avg_sq"),
-    "AdamW moment is read-only": Fault(_moment(_one_row), r"rank \d: bias: .*exp_avg_sq"),
-    "AdamW cast": Fault(_data(Tensor.double, of=lambda job: job.adamw), r"rank \d: bias: .*float64"),
-    "AdamW steps are text": Fault(_kept("step", lambda t: "three", lambda job: job.adamw), r"rank \d: bias: .*step"),
+    "AdamW moment is read-only": Fault(_moment(one_row), r"rank \d: bias: .*exp_avg_sq"),
+    "AdamW cast": Fault(in_storage(Tensor.double, of=lambda job: job.adamw), r"rank \d: bias: .*float64"),
+    "AdamW steps are text": Fault(in_state("step", lambda t: "three", lambda job: job.adamw), r"rank \d: bias: .*step"),
     "no memory for momentum": Fault(
         lambda job: (job.state.clear(), _patched(Keeper, "_zeros", torch.OutOfMemoryError("no more"))(job)),
         r"\w+: OutOfMemoryError: no more",
@@ -274,17 +229,17 @@ FAULTS: dict[str, Fault] = {
 }
 # of plain tensors that several ranks store
 REPLICA_FAULTS: dict[str, Fault] = {
-    "gradient of another shape": Fault(_grad(lambda g: g[:3]), r"rank \d: a\d+: its gradient .*\(3, 8\)"),
+    "gradient of another shape": Fault(in_gradient(lambda g: g[:3]), r"rank \d: a\d+: its gradient .*\(3, 8\)"),
     "process group": Fault(_option("process_group", None), r"ranks? \d"),
     "coefficients changed in place": Fault(_in_place, "describe them differently"),
     "swapped for other values": Fault(_swapped(lambda t: t + 1), r"a\d+: ranks .* their values differ"),
-    "cast": Fault(_data(Tensor.double), r"describe them differently: .*weights=torch.float64"),
-    "cut": Fault(_data(lambda t: t[:3].clone()), r"describe them differently"),
+    "cast": Fault(in_storage(Tensor.double), r"describe them differently: .*weights=torch.float64"),
+    "cut": Fault(in_storage(lambda t: t[:3].clone()), r"describe them differently"),
     "one more": Fault(_one_more, r"one of them lacks .more:"),
     "marked as a shard": Fault(_marked, r"rank \d: a\d+: its attribute tensor_model_parallel says"),
     "momentum on meta": Fault(_momentum(lambda t: t.to("meta")), r"rank \d: a\d+: .*momentum_buffer"),
-    "momentum read-only": Fault(_momentum(_one_row), r"rank \d: a\d+: its momentum_buffer"),
-    "weight read-only": Fault(_data(_one_row, grads=False), r"rank \d: a\d+: .*expand"),
+    "momentum read-only": Fault(_momentum(one_row), r"rank \d: a\d+: its momentum_buffer"),
+    "weight read-only": Fault(in_storage(one_row, grads=False), r"rank \d: a\d+: .*expand"),
 }
 
 
@@ -312,7 +267,7 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
 
 def _around_inference(like: Tensor) -> Tensor:
     assert isinstance(like, DTensor)
-    return DTensor.from_local(_inference(like.to_local()), like.device_mesh, like.placements, run_check=False)
+    return DTensor.from_local(of_inference(like.to_local()), like.device_mesh, like.placements, run_check=False)
 
 
 SHARD_FAULTS: dict[str, Fault] = {

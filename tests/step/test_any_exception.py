@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from injection import KINDS, MARK, PROMPT, STAYS, Place, check_all_raise, join, known_places, raising
+from injection import KINDS, MARK, PROMPT, STAYS, Place, join, known_places, plant, raising
 from jobs import Job, Spec, as_in, rows_on, unlike
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
@@ -123,8 +123,8 @@ CASES = {
     "clip": Case(2, (PLAIN,), "clip", 35),
     "clip twice": Case(2, (PLAIN,), "clip twice", 15),
     "unscale": Case(2, (PLAIN,), "unscale", 6),
-    "save": Case(2, (SAVED,), "save", 10, 2),
-    "load": Case(2, (SAVED,), "load", 10, 2),
+    "save": Case(2, (SAVED,), "save", 10, 3),
+    "load": Case(2, (SAVED,), "load", 10, 3),
     "step, everything": Case(4, (partial(_made, _everything),), "step", 20 // STRIDE, STRIDE),
     "plan, everything": Case(4, (partial(_made, _everything),), "plan", 60 // STRIDE, STRIDE),
 }
@@ -134,15 +134,25 @@ class Calls(NamedTuple):
     """A job's call.
 
     Attributes:
+        job: The job.
         call: The call, in which exceptions are planted.
         begin, last: See `known_places`.
         between: What comes before each call, given a seed.
     """
 
+    job: Job
     call: Callable[[], object]
     begin: str
     last: str | None
     between: Callable[[int], object]
+
+    def before(self, at: int) -> None:
+        """Bring the job to its call, now and then after a healthy one and a step."""
+        if not at % HEALTHY:
+            self.between(at)
+            self.call()
+            self.job.step(10 + at)
+        self.between(at)
 
 
 def _calls(job: Job, what: str, folder: str) -> Calls:
@@ -153,14 +163,16 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
             job.set_gradients(seed)
             job.step()
         job.set_gradients(3)
-        return Calls(optimizer.step, "step", None, lambda seed: None)
+        return Calls(job, optimizer.step, "step", None, lambda seed: None)
     job.set_gradients(1)
     if what == "first step":
         optimizer.prepare()
-        return Calls(optimizer.step, "step", None, lambda seed: optimizer.state.clear())  # momentum is made in each
+        return Calls(
+            job, optimizer.step, "step", None, lambda seed: optimizer.state.clear()
+        )  # momentum is made in each
     if what == "plan":
         optimizer.prepare()  # what is cached runs no second time
-        return Calls(optimizer.prepare, "renew", "_none", lambda seed: None)
+        return Calls(job, optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
         optimizer.step()
         checkpoint.save(folder, job.model, optimizer)
@@ -175,7 +187,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
             except CheckpointException as wrong:
                 raise ValueError(f"{MARK} or AssertionError, in words of DCP's own: {wrong}") from wrong
 
-        return Calls(saved_or_loaded, what, "_none", lambda seed: None)
+        return Calls(job, saved_or_loaded, what, "_none", lambda seed: None)
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))  # makes the scale
 
@@ -195,41 +207,29 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    return Calls(clip_or_unscale, begin, "_none", anew)  # until the last talk
+    return Calls(job, clip_or_unscale, begin, "_none", anew)  # until the last talk
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
     """Functions that were found, where an exception passed unnoticed, and how often all ranks raised."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
-    world, jobs, what, _, stride = CASES[name]
-    for job in (make() for make in jobs):
-        call, begin, last, between = _calls(job, what, folder)
-        between(0)
-        known = known_places(call, begin) if what == "plan" else []
-        between(0)
-        known = [place for place in dict.fromkeys((*known, *known_places(call, begin, last))) if place not in done]
-        done += known
-        for at, place in enumerate(known[len(name) % stride :: stride]):
-            kinds = [at % len(KINDS), *([(at + 3) % len(KINDS)] if what == "plan" and at % 4 == 1 else [])]
-            if what in ("save", "load"):  # DCP makes its own of any, also of interrupts
-                kinds = [kind for kind in kinds if not isinstance(KINDS[kind], STAYS)][:1]
-            for turn, kind in enumerate(kinds):
-                number, victim = 3 if what == "plan" and turn else 1, (at + kind) % world
-                between(at)
-                before = job.held()
-                found = check_all_raise(call, place, KINDS[kind], victim, number, begin)
-                raised += found is True
-                if found and what not in ("unscale", "clip twice"):
-                    # unscaling says that the step must start anew, a second talk redistributes before
-                    assert unlike(before, job.held()) == [], f"{place}"
-                elif found is False and number == 1:
-                    passed.append(f"{place} {type(KINDS[kind]).__name__} on rank {victim}")
-            if not at % HEALTHY:
-                between(at)
-                call()
-                job.set_gradients(10 + at)
-                job.step()
+    _, jobs, what, _, stride = CASES[name]
+    for make in jobs:
+        calls = _calls(make(), what, folder)
+        calls.between(0)
+        known = known_places(calls.call, calls.begin) if what == "plan" else []
+        calls.between(0)
+        known += known_places(calls.call, calls.begin, calls.last)
+        known = [place for place in dict.fromkeys(known) if place not in done]
+        # unscaling says that the step must start anew, a second talk redistributes before
+        held = dict if what in ("unscale", "clip twice") else calls.job.held
+        # DCP makes its own of any, also of interrupts
+        kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
+        planted = known[len(name) % stride :: stride]
+        found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")
+        calls.before(0)
+        done, passed, raised = done + known, passed + found[0], raised + found[1]
     return [place.name for place in done], passed, raised
 
 

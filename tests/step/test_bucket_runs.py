@@ -1,4 +1,4 @@
-"""Buckets on simulated and on real ranks: weights have the bits of the step on whole tensors."""
+"""Buckets on simulated ranks: weights have the bits of the step on whole tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import torch
-import torch.distributed as dist
 from dense_step import DenseMuon
 from drawn import models
 from hypothesis import given, settings
-from simulated import EACH, SHARING, SimulatedRanks, by_rates, cut, planned
-from torch import Tensor, nn
+from simulated import EACH, SimulatedRanks, cut, planned
 
 from shardmuon import Muon
 from shardmuon.layout.table import ParamLayout, replicated
@@ -24,7 +22,6 @@ from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
-from shardmuon.testing import RankPool
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype, elements in one call
     "plain": ({}, torch.float32, 1 << 17),
@@ -70,52 +67,6 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
                 assert torch.equal(storages[rank], storage), (s.name, rank)
     assert len(plan.items) == sum(len(layout.view.matrices) for layout, _ in model)
     assert ranks.orthogonalized == sum(len(i.owners) * (2 if i.param == 0 else 3) for i in plan.items)
-
-
-# Replicas on ranks 0, 2, 3, then shards on 1, 2 in several buckets, then on 2, 3: rank 2 has buckets between two that
-# it shares with rank 3, and rank 3 has none.
-CROSSED = {"a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
-
-
-def _crossed() -> list[str]:
-    """Names of this rank's tensors that differ from one process's after any of three steps."""
-    rank, draw = dist.get_rank(), torch.Generator().manual_seed(4)
-    sets = {name: ranks for name, ranks in CROSSED.items() if rank in ranks}
-    full = {name: torch.randn(12, 10, generator=draw) for name in CROSSED}
-
-    def mine(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: tensors[name].clone() if len(ranks) == 3 else tensors[name].chunk(2)[ranks.index(rank)].clone()
-            for name, ranks in sets.items()
-        }
-
-    params: dict[str, Any] = {name: nn.Parameter(t) for name, t in mine(full).items()}
-    for name, p in params.items():
-        p.partition_dim = -1 if len(sets[name]) == 3 else 0
-    whole = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-    groups = [
-        {"params": [(name, p)], **({"process_group": of} if len(of) == 3 else {"tp_group": of})}
-        for (name, p), of in zip(params.items(), sets.values(), strict=True)
-    ]
-    optimizer = Muon(groups, lr=0.05, bucket_bytes=300)
-    with by_rates(SHARING):
-        optimizer.prepare()
-    alone, wrong = Muon(list(whole.items()), lr=0.05), list[str]()
-    for step in range(3):
-        grads = {name: torch.randn(t.shape, generator=draw) for name, t in full.items()}
-        for named, cut_up in ((params, mine(grads)), (whole, grads)):
-            for name, p in named.items():
-                p.grad = None if (step, name) == (1, "b0") else cut_up[name]
-        optimizer.step()
-        alone.step()
-        expected = mine({name: p.detach() for name, p in whole.items()})
-        wrong += [name for name, p in params.items() if not torch.equal(p, expected[name])]
-    return wrong
-
-
-def test_sets_of_ranks_that_cross_give_the_bits_of_one_process(world4: RankPool) -> None:
-    """Over gloo, with two buckets in flight, in an order in which nobody waits in a circle."""
-    assert world4.run(_crossed) == [[]] * 4
 
 
 def _loads(view: MatrixView) -> list[Load]:

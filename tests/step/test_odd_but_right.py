@@ -48,6 +48,15 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
     return t.mT.contiguous().mT if dist.get_rank() % 2 else t.clone()
 
 
+def _crossing() -> list[dict[str, Any]]:
+    """Rows on ranks 0, 2, 3, then on 1, 2 in several buckets, then on 2, 3: rank 2 has buckets between two that it
+    shares with rank 3, and rank 3 has none."""
+    sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
+    on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}  # every rank makes them
+    mine = [Spec(name, (12, 10), on[ranks]) for name, ranks in sets.items() if dist.get_rank() in ranks]
+    return [{"params": mine}, *alone()]
+
+
 EVERY_STAGE = {"variant": "muon_eq+normuon+hyperball", "weight_decay": 0.0}
 CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "ranks of a mesh in any order": _rows(lambda: rows_on(DeviceMesh("cpu", [3, 1, 0, 2])), (9, 8), (7, 6)),
@@ -64,13 +73,15 @@ CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
         group | EVERY_STAGE for group in _rows(lambda: as_in("fsdp2"), (1, 8), (2, 8))()
     ],
     "hsdp with every stage": lambda: [*(group | EVERY_STAGE for group in shards("hsdp")), *alone()],
+    "sets of ranks that cross": _crossing,
     "megatron-fsdp": _megatron("megatron-fsdp", torch.float32, **EVERY_STAGE),
     "megatron-fsdp hfsdp": _megatron("megatron-fsdp hfsdp", torch.bfloat16),
     "megatron-fsdp+tp": _megatron("megatron-fsdp+tp", torch.float32, **EVERY_STAGE),
     "megatron-fsdp+tp in bf16": _megatron("megatron-fsdp+tp", torch.bfloat16, variant="muon_eq+normuon"),
 }
 OF_ALL: dict[str, dict[str, Any]] = {
-    "megatron-fsdp hfsdp": {"stochastic_rounding": True, "momentum_dtype": torch.float32}
+    "sets of ranks that cross": {"bucket_bytes": 300},  # two buckets in flight
+    "megatron-fsdp hfsdp": {"stochastic_rounding": True, "momentum_dtype": torch.float32},
 }
 
 

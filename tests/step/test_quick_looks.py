@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import Job, Spec, in_gradient, in_state, in_storage, of_inference, one_row, unlike
 from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -21,109 +22,98 @@ from shardmuon.step import validate as validate_module
 from shardmuon.step.update import dealt, momentum_, momentum_into_
 from shardmuon.step.validate import Memory
 
-Change = Callable[[nn.Parameter, dict[str, Any]], object]
+Change = Callable[[Job], object]
 
 
-def _optimizer(storage: dict[str, Any]) -> Muon:
+def _job(storage: dict[str, Any]) -> Job:
     """Three matrices and three vectors after a step, with gradients for the next one."""
-    generator = torch.Generator().manual_seed(0)
-    matrices = [nn.Parameter(torch.randn(6, 8, generator=generator)) for _ in range(3)]
-    vectors = [nn.Parameter(torch.randn(5, generator=generator)) for _ in range(3)]
-    optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=0.1, **storage)
-    for _ in range(2):
-        for p in matrices + vectors:
-            p.grad = torch.randn(p.shape, generator=generator)
-        if optimizer.binding is None:
-            optimizer.step()
-    return optimizer
+    matrices, vectors = (
+        [Spec(f"{kind}{at}", shape) for at in range(3)] for kind, shape in (("m", (6, 8)), ("v", (5,)))
+    )
+    job = Job([{"params": matrices}, {"params": vectors, "use_muon": False}], **storage)
+    job.step(0)
+    job.set_gradients(1)
+    return job
 
 
 def _turned(t: Tensor) -> Tensor:
     return t.mT.contiguous().mT if t.dim() == 2 else torch.stack([t, t], -1)[:, 0]
 
 
-def _inference(t: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return t.clone()
-
-
-def _set(key: str, make: Callable[[Tensor], Any]) -> Change:
-    return lambda p, kept: kept.__setitem__(key, make(kept[key]))
-
-
-def _grad(make: Callable[[Tensor], Tensor]) -> Change:
-    return lambda p, kept: setattr(p.grad, "data", make(p.grad))  # type: ignore[arg-type]
-
-
-def _both(make: Callable[[Tensor], Any]) -> Change:
-    def change(p: nn.Parameter, kept: dict[str, Any]) -> None:
-        grad, p.grad = p.grad, None
-        p.data, p.grad = make(p.data), make(grad)  # type: ignore[arg-type]
-
-    return change
-
-
 def _complex(t: Tensor) -> Tensor:
     return t.to(torch.complex64)
 
 
-CHANGES: dict[str, Change] = {
-    "nothing": lambda p, kept: None,
-    "no gradient": lambda p, kept: setattr(p, "grad", None),
-    "gradient elsewhere": lambda p, kept: (setattr(p, "grad", None), setattr(p, "main_grad", torch.ones(1))),
-    "gradient turned": _grad(_turned),
-    "gradient of another shape": _grad(lambda t: t[:2]),
-    "gradient of another dtype": _grad(Tensor.double),
-    "gradient complex": _grad(_complex),
-    "gradient sparse": lambda p, kept: setattr(p, "grad", torch.ones_like(p.data).to_sparse()),
-    "cast": _both(Tensor.bfloat16),
-    "turned": _both(_turned),
-    "expanded": lambda p, kept: setattr(p, "data", p.data[:1].expand_as(p)),
-    "no state": lambda p, kept: kept.clear(),
-    "more state": lambda p, kept: kept.update(somebody=1),
-}
-MATRIX_CHANGES = CHANGES | {
-    "momentum turned": _set(BUFFER, _turned),
-    "momentum of another shape": _set(BUFFER, lambda t: t[:2]),
-    "momentum of another dtype": _set(BUFFER, Tensor.bfloat16),
-    "momentum complex": _set(BUFFER, _complex),
-    "momentum is a number": _set(BUFFER, lambda t: 1.0),
-    "momentum on meta": _set(BUFFER, lambda t: t.to("meta")),
-    "momentum expanded": _set(BUFFER, lambda t: t[:1].expand_as(t)),
-    "momentum of inference": _set(BUFFER, _inference),
-    "gradient and momentum complex": lambda p, kept: [f(p, kept) for f in (_grad(_complex), _set(BUFFER, _complex))],
-    "codes without a scale": _set(BUFFER, lambda t: t.to(torch.int8)),
-    "AdamW before": lambda p, kept: kept.update({STEP: torch.ones(()), MOMENTS[0]: p.data, MOMENTS[1]: p.data}),
+def _changes(of: Callable[[Job], Tensor]) -> dict[str, Change]:
+    return {
+        "nothing": lambda job: None,
+        "no gradient": in_gradient(lambda g: None, of),
+        "gradient elsewhere": lambda job: (
+            setattr(of(job), "grad", None),
+            setattr(of(job), "main_grad", torch.ones(1)),
+        ),
+        "gradient turned": in_gradient(_turned, of),
+        "gradient of another shape": in_gradient(lambda t: t[:2], of),
+        "gradient of another dtype": in_gradient(Tensor.double, of),
+        "gradient complex": in_gradient(_complex, of),
+        "gradient sparse": in_gradient(Tensor.to_sparse, of),
+        "cast": in_storage(Tensor.bfloat16, of=of),
+        "turned": in_storage(_turned, of=of),
+        "expanded": in_storage(one_row, grads=False, of=of),
+        "no state": lambda job: job.state[of(job)].clear(),
+        "more state": lambda job: job.state[of(job)].update(somebody=1),
+    }
+
+
+def _matrix(job: Job) -> Tensor:
+    return job.groups[0]["params"][1]  # type: ignore[no-any-return]
+
+
+def _vector(job: Job) -> Tensor:
+    return job.groups[1]["params"][1]  # type: ignore[no-any-return]
+
+
+def _of_state(key: str, of: Callable[[Job], Tensor]) -> dict[str, Change]:
+    kinds = {
+        "turned": _turned,
+        "of another shape": lambda t: t[:2],
+        "of another dtype": Tensor.double,
+        "complex": _complex,
+        "a number": lambda t: 1,
+        "on meta": lambda t: t.to("meta"),
+        "expanded": one_row,
+        "of inference": of_inference,
+        "codes without a scale": lambda t: t.to(torch.int8),
+    }
+    return {f"{key} {kind}": in_state(key, make, of) for kind, make in kinds.items()}
+
+
+MATRIX_CHANGES: dict[str, Change] = {
+    **_changes(_matrix),
+    **_of_state(BUFFER, _matrix),
+    "gradient and momentum complex": lambda job: [
+        change(job) for change in (in_gradient(_complex, _matrix), in_state(BUFFER, _complex, _matrix))
+    ],
+    "AdamW before": lambda job: job.state[_matrix(job)].update(
+        {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
+    ),
 }
 TOLD = {  # in the message
     "gradient sparse": "sparse",
     "gradient complex": "complex",
     "gradient elsewhere": "main_grad",
-    "momentum of another shape": "made for another layout",
-    "momentum complex": "momentum_buffer is .*complex64 on cpu, and must be strided, real",
-    "momentum of inference": "inference_mode",
-    "codes without a scale": "8-bit momentum is int8 and a scale",
+    "momentum_buffer of another shape": "made for another layout",
+    "momentum_buffer complex": "momentum_buffer is .*complex64 on cpu, and must be strided, real",
+    "momentum_buffer of inference": "inference_mode",
+    "momentum_buffer codes without a scale": "8-bit momentum is int8 and a scale",
 }
-VECTOR_CHANGES = (
-    CHANGES
-    | {
-        f"{key} {kind}": _set(key, make)
-        for key in MOMENTS
-        for kind, make in {
-            "turned": _turned,
-            "of another shape": lambda t: t[:2],
-            "of another dtype": Tensor.double,
-            "a number": lambda t: 1,
-            "on meta": lambda t: t.to("meta"),
-            "expanded": lambda t: t[:1].expand_as(t),
-            "of inference": _inference,
-        }.items()
-    }
-    | {
-        "steps are text": _set(STEP, lambda t: "three"),
-        "steps are two": _set(STEP, lambda t: torch.ones(2)),
-    }
-)
+VECTOR_CHANGES: dict[str, Change] = {
+    **_changes(_vector),
+    **_of_state(MOMENTS[0], _vector),
+    **_of_state(MOMENTS[1], _vector),
+    "steps are text": in_state(STEP, lambda t: "three", _vector),
+    "steps are two": in_state(STEP, lambda t: torch.ones(2), _vector),
+}
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
@@ -156,13 +146,12 @@ LOOKS = [
 def test_a_glance_finds_what_a_closer_look_finds(
     group: int, change: str, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optimizer = _optimizer(storage)
-    p = optimizer.param_groups[group]["params"][1]
-    (MATRIX_CHANGES, VECTOR_CHANGES)[group][change](p, optimizer.state[p])
-    glanced = _validated(optimizer)
-    assert change not in TOLD or re.match(f"parameter 1 of group {group}.*{TOLD[change]}", str(glanced["error"]))
+    job = _job(storage)
+    (MATRIX_CHANGES, VECTOR_CHANGES)[group][change](job)
+    glanced = _validated(job.optimizer)
+    assert change not in TOLD or re.match(f"[mv]1: .*{TOLD[change]}", str(glanced["error"]))
     monkeypatch.setattr(Engine, "storages", lambda *args: None)
-    assert _told(glanced) == _told(_validated(optimizer))
+    assert _told(glanced) == _told(_validated(job.optimizer))
 
 
 def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,15 +171,13 @@ def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for closer in (False, True):
-        optimizer = _optimizer({})
-        vectors = optimizer.param_groups[1]["params"]
-        VECTOR_CHANGES[change](vectors[1], optimizer.state[vectors[1]])
+        job = _job({})
+        VECTOR_CHANGES[change](job)
         if closer:
             monkeypatch.setattr(Engine, "storages", lambda *args: None)
-        optimizer.step()
-        states = [t for p in vectors for t in optimizer.state[p].values() if isinstance(t, Tensor)]
-        found.append([p.detach() for p in vectors] + states)
-    assert_bitwise(*found)
+        job.step()
+        found.append(job.held(gradients=False))
+    assert unlike(*found) == []
 
 
 def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None:

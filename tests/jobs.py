@@ -226,7 +226,6 @@ class Backup:
         self._job, self._optimizer = job, job.optimizer
         self._groups = [(group, {**group, "params": list(group["params"])}) for group in job.groups]
         self._params = [(p, p.data, p.grad, p.requires_grad) for group in job.groups for p in group["params"]]
-        self._grads = [(g, g.data) for _, _, g, _ in self._params if g is not None]
         self._state = {p: dict(kept) for p, kept in job.state.items()}
 
     def restore(self) -> None:
@@ -236,8 +235,6 @@ class Backup:
         for group, kept in self._groups:
             group.clear()
             group.update(kept)
-        for grad, data in self._grads:
-            grad.data = data
         for p, data, grad, requires in self._params:
             p.grad = None
             p.data = data
@@ -245,3 +242,52 @@ class Backup:
             p.grad = grad
         self._job.state.clear()
         self._job.state.update(self._state)
+
+
+# ------------------------------------------------------------------------------------------ what a fault changes
+
+
+def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Tensor] = lambda job: job.first) -> Any:
+    def do(job: Job) -> None:
+        p = of(job)
+        made, (p.grad) = make(p.grad), None  # type: ignore[arg-type]
+        if made is not None and made.shape != p.shape:
+            p.grad = torch.zeros_like(p)
+            p.grad.data = made
+        else:
+            p.grad_dtype = None  # torch assigns none of another dtype otherwise
+            p.grad = made
+
+    return do
+
+
+def in_storage(
+    make: Callable[[Tensor], Tensor], *, grads: bool = True, of: Callable[[Job], Tensor] = lambda job: job.first
+) -> Callable[[Job], None]:
+    """Other data in the same parameter; the gradient along with it."""
+
+    def do(job: Job) -> None:
+        p = of(job)
+        grad, p.grad = p.grad, None
+        p.data = make(p.data)
+        assert grad is not None
+        p.grad = make(grad) if grads else grad
+
+    return do
+
+
+def in_state(key: str, make: Callable[[Tensor], Any], of: Callable[[Job], Tensor] = lambda job: job.first) -> Any:
+    def do(job: Job) -> None:
+        kept = dict(job.state[of(job)])
+        job.state[of(job)] = {**kept, key: make(kept[key])}
+
+    return do
+
+
+def of_inference(like: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return like.clone()
+
+
+def one_row(t: Tensor) -> Tensor:
+    return t[:1].expand_as(t)
