@@ -94,7 +94,7 @@ CPU = partial(
 )
 AUDITED = partial(INT8, audit_every=1)  # not in first steps: it would find that the state goes away
 SAVED = partial(_made, _saved, momentum_dtype="int8")
-STRIDE = int(os.environ.get("PLANT_STRIDE", "18"))  # 1 plants in every function of the large jobs, which takes minutes
+STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))  # 1 plants in every function of the large jobs, which takes minutes
 HEALTHY = 8  # after so many functions a call that must succeed: what a refusal left behind would break it, or the next
 
 
