@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("layout", "plan", "step", "momentum", "comm", "gradients")
-FIRST = ("step/test_one_process", "golden/test_golden")
+FIRST = ("step/test_steps", "golden/test_golden")
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
 SLOW = ("test_gpu", "frameworks/test_demo", "site", "stack", "zoo")
 ANYWHERE = ("step/test_equality", "step/test_all_or_nothing")  # beside the tests of its own folder
