@@ -206,7 +206,7 @@ ELSEWHERE = {
     "rank_local": "is written process_group=(), tp_group=() in a group: no other rank has its tensors",
     "weight_decay_mode": 'is part of the variant: write variant="cautious", or "normuon+cautious"; for a decay that '
     "does not follow lr, let a scheduler set the group's weight_decay to wd / lr",
-    "beta2": "of NorMuon is 0.95, see shardmuon.variants.normuon; AdamW's is in betas",
+    "beta2": "of NorMuon is 0.95, see shardmuon.variants.NorMuon; AdamW's is in betas",
     "orthogonalizer": "is written Muon(..., method=..., ns_dtype=...)",
     "exchange": "is written Muon(..., bucket_bytes=...); what travels is as wide as ns_dtype says",
     "storage": "is written Muon(..., momentum_dtype=..., momentum_device=..., stochastic_rounding=...)",

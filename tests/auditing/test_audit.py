@@ -42,7 +42,7 @@ from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
-from shardmuon.variants.normuon import NorMuon
+from shardmuon.variants import NorMuon
 
 # ------------------------------------------------------------------------------------------------- sound optimizers
 

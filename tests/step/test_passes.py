@@ -23,8 +23,7 @@ from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.plan.items import Policy
 from shardmuon.plan.plan import make_plan
-from shardmuon.variants.muon_eq import MuonEq, unit_anyway_
-from shardmuon.variants.norms import line_norms
+from shardmuon.variants import MuonEq, _line_norms, _unit_anyway_
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -199,10 +198,10 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
         for dim in (-1, -2):
             wanted = torch.linalg.vector_norm(x.double(), dim=dim)
             into = torch.empty_like(wanted, dtype=wide)
-            for found in (line_norms(x, dim), line_norms(x, dim, into)):
+            for found in (_line_norms(x, dim), _line_norms(x, dim, into)):
                 assert found.dtype == wide
                 assert_rounded(found, wanted, roundings=x.shape[dim] + 6, dtype=wide)
-            assert torch.equal(line_norms(x, dim), into)
+            assert torch.equal(_line_norms(x, dim), into)
 
 
 @pytest.mark.stated
@@ -226,7 +225,7 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     one_by_one = x.clone()
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
-    unit_anyway_(x)
+    _unit_anyway_(x)
     # the sum of 40 squares; two roots, their product, its reciprocal, the factor's own product
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):

@@ -37,7 +37,7 @@ from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
 
-STAGED = [name for name, row in VARIANTS.items() if row.stages]
+STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
 # every tuple of stages once, under the first of its names: most orders of names give the same
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}

@@ -3,7 +3,7 @@ functions.
 
 [Note: where kept numbers lie]
     Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: what a stage keeps] in
-    variants/base.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
+    variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
     row). It is replicated on every rank that shares the parameter, including ranks that store nothing of the parameter,
     because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices (experts)
     that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the state tensor is placed

@@ -1,5 +1,5 @@
 """State of the stages of variants (stage state): its creation, its checks, and its storage in group options if a
-framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants/base.py.
+framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors of the length of their flat parameters, and state that Adam has too.

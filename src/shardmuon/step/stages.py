@@ -1,4 +1,4 @@
-"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants/base.py.
+"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
 
 Such a stage gets the norms of all whole matrices from one sum over ranks, and multiplies each matrix by a factor. A
 `WeightSet` computes this rank's part of the sums; `begin_weights` and `finish_weights` sum over ranks and pass the
