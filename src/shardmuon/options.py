@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
-from shardmuon.orthogonalize import MethodName
+from shardmuon.orthogonalize import MethodName, check_gram_dtype
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.orthogonalize.gram import check_gram_dtype
-from shardmuon.orthogonalize.schedules import Triples, hashable, triples
+from shardmuon.orthogonalize.schedules import per_step
 from shardmuon.texts import did_you_mean, nearest
 from shardmuon.variants import check_variant
 
@@ -275,11 +274,6 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Select the options of a group that define which matrices each of its parameters holds."""
     return {key: group[key] for key in VIEW_DEFAULTS}
-
-
-def per_step(coefficients: Any, steps: int | None) -> Triples:
-    """Expand a group's `ns_coefficients` and `ns_steps` to one (a, b, c) triple per Newton-Schulz step."""
-    return triples(hashable(coefficients), steps)
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:

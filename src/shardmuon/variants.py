@@ -72,7 +72,7 @@ def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # (count, siz
 
 
 class Norms:
-    """Norms of the orthogonalized matrices of a batch and of their lines, in at least fp32, from one read of each matrix.
+    """Norms of the matrices of a batch and of their lines, in at least fp32, computed from one read of each matrix.
 
     Lines are the rows of a matrix with rows >= cols, else its columns. A tensor of norms has one number per matrix,
     (B, 1), or one per line, (B, P). P is the number of lines, padded so that the numbers of each matrix start at a

@@ -18,8 +18,8 @@ from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import matrix_view
-from shardmuon.orthogonalize import _near_one, _normalize_in_fp64, _row_blocks, empty_batch, normalize
-from shardmuon.orthogonalize.choice import Choice, rule
+from shardmuon.orthogonalize import _near_one, _normalize, _normalize_in_fp64, _row_blocks, empty_batch
+from shardmuon.orthogonalize.choice import Choice, Chooser
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.plan.items import Policy
 from shardmuon.plan.plan import make_plan
@@ -75,11 +75,13 @@ def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     assert found == wanted
 
 
+def normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return _normalize(x, empty_batch(x.shape, dtype, x.device))
+
+
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Normalize as accelerators do."""
-    out = empty_batch(x.shape, dtype, x.device)
-    _normalize_in_fp64(out, x)
-    return out
+    return _normalize_in_fp64(x, empty_batch(x.shape, dtype, x.device))
 
 
 def _reference(x: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the work in fp32 is no gain where bf16 runs at several times the rate."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
-    found = rule(384, 1536, KELLER, CPU, None)
+    found = Chooser("auto", None).choice(384, 1536, KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
     assert ("float32 at 1/4 of the rate" in found.reason) == native
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
+from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul, precision_flags
 
 # Environment variables that make BLAS libraries choose other kernels or orders of summation.
 _STEERING = (
@@ -26,25 +26,17 @@ _STEERING = (
 )
 
 
-def machine_stamp(device: torch.device) -> str:
+def machine_stamp(device: torch.device, *, flags: bool = False) -> str:
     """Describe a machine in one line: torch's version and build, and the CPU's vector instructions or the GPU's
-    architecture and number of SMs.
+    architecture and number of SMs. `flags`: True to add the process's global precision settings for matrix products,
+    on which only method "torch" depends.
 
     Ranks with equal stamps compute equal bits. docs/architecture.md says how far this has been tested.
     """
     build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
     steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
-    return "; ".join([_hardware(device), f"torch {torch.__version__} build {build}", *steering])
-
-
-def precision_flags(device: torch.device) -> str:
-    """Describe the process's global precision settings for matrix products. Only method "torch" depends on them."""
-    if device.type == "cuda":
-        flags: Any = torch.backends.cuda.matmul
-        names = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-        return ", ".join(f"{name}={getattr(flags, name)}" for name in names)
-    mkldnn: Any = torch.backends.mkldnn
-    return f"fp32_precision={mkldnn.matmul.fp32_precision}"
+    settings = [f"{name}={value}" for name, value in precision_flags(device).items()] if flags else []
+    return "; ".join([_hardware(device), f"torch {torch.__version__} build {build}", *steering, *settings])
 
 
 def _hardware(device: torch.device) -> str:

@@ -28,8 +28,8 @@ from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Chooser, Task, is_narrow, work
-from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
+from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.plan.items import Bucket, Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
@@ -248,7 +248,7 @@ def stamp_of(chooser: Chooser, device: torch.device) -> str:
     the parameters."""
     where = chooser.device or device
     # results of method "torch" also depend on torch's global precision flags
-    return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
+    return machine_stamp(where, flags=chooser.method == "torch")
 
 
 def _notes(table: Table) -> Iterator[str]:
@@ -330,11 +330,11 @@ def make_spec(
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
     for shape in dict.fromkeys(shapes):
-        task = Task(*shape, settings.coefficients, chooser.device or device)
-        choice = chooser.choice(task)
+        of_matrix = (*shape, settings.coefficients, chooser.device or device)
+        choice = chooser.choice(*of_matrix)
         # bytes per element in exchanges; fp64 parameters are not sent as fp32, whose range their gradients may exceed
-        size = 8 if doubles or chooser.dtype == torch.float64 else 2 if is_narrow(choice) else 4
-        made[shape] = str(choice), work(choice, *task), size, choice.reason
+        size = 8 if doubles or chooser.dtype == torch.float64 else 2 if choice.is_narrow else 4
+        made[shape] = str(choice), choice.work(*of_matrix), size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
     hows, costs, sizes, reasons = columns
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))
