@@ -19,8 +19,7 @@ from simulated import CPU, LAYOUTS, SMALL, SimulatedRanks, cut, planned
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.layout.pieces import Patch
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by, scale_shape
 from shardmuon.options import MuonConfig, per_step

@@ -236,9 +236,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
-    """Queue of tensors on their way to the host: the object that each was sent with, the copy on the host, the device it
-    comes from, and the event after which the copy is valid. The event is None, and the copy synchronous, on CPUs and on
-    devices without events in torch (MPS)."""
+    """Queue of tensors on their way to the host: the object that each was sent with, the copy on the host, the device
+    that it comes from, and the event after which the copy is valid. The event is None, and the copy synchronous, on
+    CPUs and on devices without events in torch (MPS)."""
 
     def send(self, about: _T, value: Tensor) -> None:
         """Start to copy a tensor to the host."""

@@ -21,7 +21,7 @@ named.
 [Note: what a stage keeps]
     A stage that runs after the orthogonalization or on weights may store `num_kept` fp32 numbers per matrix from one
     step to the next. They are optimizer state under the stage's `key`: a tensor of shape (number of stacked matrices or
-    1, num_kept), see layout/table.py. Every rank that shares the parameter stores all of these numbers, so that any of
+    1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these numbers, so that any of
     these ranks can become the owner (under another plan, with another sharding, or from a checkpoint). If `travels` is
     True, owners send the changed numbers to the other ranks, bit for bit, in the same exchange as the results. State
     that all ranks compute identically, such as that of stages on weights, is not sent. Stages with the same `key` share

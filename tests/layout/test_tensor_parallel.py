@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
+from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
 
@@ -206,7 +206,7 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
 
 def _flat(start: int, size: int) -> nn.Parameter:
     shard = FlatShard((4, 6), start, dist.group.WORLD, "flat buffers")
-    return mark_flat(nn.Parameter(torch.ones(size)), shard)  # type: ignore[return-value]
+    return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
 FLAT = {  # what is said -> first element and size of each rank's range

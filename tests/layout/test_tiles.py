@@ -12,8 +12,7 @@ from drawn import partitions, viewed
 from hypothesis import given, settings
 from simulated import layout_of, stored
 
-from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
-from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece, replicated
 from shardmuon.layout.views import matrix_view
 
 

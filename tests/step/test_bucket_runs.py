@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from simulated import EACH, SimulatedRanks, cut, planned
 
 from shardmuon import Muon
-from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.pieces import ParamLayout, replicated
 from shardmuon.layout.views import MatrixView, matrix_view, row_major
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.layout.table import replicated
+from shardmuon.layout.pieces import replicated
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import _near_one, _normalize, _normalize_in_fp64, _row_blocks, empty_batch
 from shardmuon.orthogonalize.choice import Choice, Chooser

@@ -13,17 +13,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import GroupRef, wire_device
+from shardmuon.comm.groups import GroupRef, Ranks, wire_device
 from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
-from shardmuon.layout.engines.tensor_parallel import remember_shape
-from shardmuon.layout.mesh import OnMesh
-from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
-from shardmuon.layout.views import Ints, kept_view
+from shardmuon.layout.mesh import OnMesh, kept_layout
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import MuonConfig
@@ -276,7 +275,7 @@ def bound(
     members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
         number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
-        remember_shape(engine, param, layout)
+        engine.remember(param, layout.view.shape)
         kept = partial(_kept_layout, known, engine, claim, layout)
         of_member = options[number]
         assert of_member is not None, "a group of matrices"
@@ -301,9 +300,9 @@ def _kept_layout(
     equal layouts share one object."""
     key = layout, stage.key
     if key not in known:
-        view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
+        numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
         on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
-        known[key] = kept_layout(layout, view, on_mesh)
+        known[key] = kept_layout(layout, numbers, on_mesh)
     return known[key]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.layout.engines import Engine
-from shardmuon.layout.views import Ints, MatrixView, kept_view
+from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_of
 
 Settled = MutableMapping[Tensor, bool]  # stored weight norms that some step has checked
@@ -28,7 +28,7 @@ KEPT_DTYPE = torch.float32  # whatever the dtypes of weights and matrix products
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
     """Map the key of each state tensor to its global shape, for a parameter with these matrices."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
-    return {key: kept_view(view, of_stage).shape for key, of_stage in numbers.items()}
+    return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
 
 
 def start_kept(

@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
-from shardmuon.comm.groups import Traffic, group_for, talking_device
+from shardmuon.comm.groups import Ranks, Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
-from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load

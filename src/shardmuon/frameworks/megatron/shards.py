@@ -38,7 +38,7 @@ from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import about
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
+from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
@@ -253,7 +253,7 @@ def distributed_optimizer(
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
-                group["params"].append(mark_flat(shard, _flat_shard(param, start, process_group, tp_group)))
+                group["params"].append(_flat_shard(param, start, process_group, tp_group).mark(shard))
     wrapped.shardmuon = muon.hosts[0] = _ShardHost(muon, shards)
     return wrapped
 
