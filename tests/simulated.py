@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece, replicated
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
@@ -145,7 +145,7 @@ def spec(
         ("standard float32",) * len(matrices),
         tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices),
         itemsizes=(itemsize,) * len(matrices),
-        kept=tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),
+        kept=tuple(Kept(ParamLayout.replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),
     )
 
 
@@ -178,7 +178,7 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
     "flat": lambda view: flat(view, range(4), (1, 37, 37)),
     "no grid": lambda view: unlike_replicas(view),
     "pair": lambda view: sharded(view, [(1, 3)], 0),
-    "one": lambda view: replicated(view, (2,)),
+    "one": lambda view: ParamLayout.replicated(view, (2,)),
 }
 
 
@@ -227,7 +227,7 @@ def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
     boxes = [held for of_rank in layout.held for held in of_rank]
     rest = layout.view.shape[1:]
     if view.shape[0] == 1 or any(not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes):
-        return replicated(view, layout.ranks)
+        return ParamLayout.replicated(view, layout.ranks)
     rows = {rank: [one.piece for one in of] for rank, of in zip(layout.ranks, layout.held, strict=True)}
     return along(view, 0, {rank: [(o[0], o[0] + n[0]) for o, n, *_ in of] for rank, of in rows.items()})
 

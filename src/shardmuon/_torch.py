@@ -8,7 +8,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -23,18 +23,11 @@ from datetime import timedelta
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # exact types of plain tensors, never of DTensors
-
-
-def is_bare(tensor: Tensor) -> bool:
-    """True for a plain tensor or parameter without extra attributes, which frameworks set on tensors that they own."""
-    return type(tensor) in _PLAIN and not tensor.__dict__
-
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return `isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) if it is not imported
     yet."""
-    if type(value) in _PLAIN:
+    if type(value) in (Tensor, torch.nn.Parameter):  # exact types of plain tensors
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -67,53 +60,6 @@ def cpu_has_bf16_matmul() -> bool:
 def cpu_has_amx() -> bool:
     """True if this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
-
-
-def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right of half-precision matrices or batches, with a result in fp32. torch has `out_dtype` on CUDA
-    only (2.8 .. 2.13), so other devices convert the operands to fp32."""
-    if left.is_cuda:
-        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-_EXACT: dict[str, dict[str, Any]] = {  # device type -> flags of its matmul backend
-    "cpu": {"fp32_precision": "ieee"},
-    "cuda": {
-        "fp32_precision": "ieee",
-        "allow_fp16_reduced_precision_reduction": False,
-        "allow_bf16_reduced_precision_reduction": False,
-        "allow_fp16_accumulation": False,
-    },
-}
-
-
-def precision_flags(device: torch.device) -> dict[str, Any]:
-    """Read the process's settings on which the bits of matrix products on this kind of device depend."""
-    return {name: getattr(_matmul(device), name) for name in _EXACT.get(device.type, ())}
-
-
-def _matmul(device: torch.device) -> Any:
-    return (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
-
-
-@contextmanager
-def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
-    """Make matrix products independent of the process's settings: no TF32, no bf16 passes, sums in fp32, and no
-    autocast, which would change the dtype of products.
-
-    The flags are global and restored at the end. If `flags` is False, only autocast is disabled.
-    """
-    before = precision_flags(device) if flags else {}
-    autocast = torch.is_autocast_enabled(device.type)
-    try:
-        for name in before:
-            setattr(_matmul(device), name, _EXACT[device.type][name])
-        with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(_matmul(device), name, value)
 
 
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:

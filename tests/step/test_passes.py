@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.layout.pieces import replicated
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import _near_one, _normalize, _normalize_in_fp64, _row_blocks, empty_batch
 from shardmuon.orthogonalize.choice import Choice, Chooser
@@ -160,7 +160,7 @@ def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPat
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     """Each of four ranks reads two of eight replicated matrices, and only moves the momentum of the others."""
     shape = (16, 24)
-    layout = replicated(matrix_view(shape), (0, 1, 2, 3))
+    layout = ParamLayout.replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
     ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
     with Passes(16 * 24) as passes:

@@ -25,7 +25,7 @@ from simulated import (
     sharded,
 )
 
-from shardmuon.layout.pieces import replicated
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
@@ -89,7 +89,7 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     """Five and eight numbers behind an odd number of elements, NaNs with payloads among them, between storages with
     other strides; what lies beside them stays."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
-    layouts = [replicated(view, (0, 1)) for view in views]
+    layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
     plan, loads, at = Plan(tuple(specs), (), ()), [], 3
     for param, layout in enumerate(layouts):

@@ -13,7 +13,7 @@ from torch import Tensor
 from variant_cases import CASES
 
 from shardmuon.auditing.reference import FORMULAS, prepared
-from shardmuon.layout.pieces import replicated
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.items import Kept, Policy
 from shardmuon.plan.plan import make_plan
@@ -83,7 +83,7 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
     layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all of it on one rank
-    kept = (Kept(replicated(layout.view.kept([8]), layout.ranks), True),)
+    kept = (Kept(ParamLayout.replicated(layout.view.kept([8]), layout.ranks), True),)
     keeping = spec("w", layout)._replace(kept=kept)
     assert make_plan([keeping], Policy()).items[0].route == "owner"
     assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"

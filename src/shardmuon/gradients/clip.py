@@ -41,7 +41,7 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group,
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
 from shardmuon.options import SETS, refuse_sets
-from shardmuon.step.validate import check_can_align, gradient_storage
+from shardmuon.step.validate import gradient_storage
 
 
 @torch.no_grad()
@@ -336,9 +336,7 @@ class _Clipping(TableCall[_BoundGradients]):
         weight = engine.storage(param)
         local = gradient_storage(param, param.grad, engine, weight)
         self.states[number] = MISPLACED if local is None else READY
-        if local is None:
-            check_can_align(param, weight)
-        elif local.numel():
+        if local is not None and local.numel():
             self.held[number] = local
 
     def _count(self, kept: _BoundGradients) -> _Counted:

@@ -35,7 +35,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, replicated
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
@@ -246,6 +246,6 @@ def kept_layout(layout: ParamLayout, sizes: Sequence[int], place: OnMesh | None)
     # dim 0 of the state tensor is sharded like dim 0 of the stack; all other mesh axes replicate the state tensor
     cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
     if layout.view.num_row_dims == 1 or place is None or not any(cuts):
-        return replicated(view, layout.ranks)
+        return ParamLayout.replicated(view, layout.ranks)
     found = dict(zip(place.ranks, reading(view.shape, place.mesh, cuts), strict=True))
     return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))

@@ -284,6 +284,11 @@ class ParamLayout:
     ranks: Ranks
     held: tuple[tuple[Held, ...], ...]
 
+    @classmethod
+    def replicated(cls, view: MatrixView, ranks: Ranks) -> ParamLayout:
+        """Make the layout of a tensor that is replicated on all of `ranks`."""
+        return cls(view, ranks, (whole(view.shape),) * len(ranks))
+
     def __post_init__(self) -> None:
         _check_partition(self.view.shape, (one.piece for of_rank in self.held for one in of_rank))
 
@@ -367,8 +372,3 @@ class ParamLayout:
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
         )
-
-
-def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
-    """Make the layout of a tensor that is replicated on all of `ranks`."""
-    return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))

@@ -80,13 +80,12 @@ from shardmuon._torch import (
     Coming,
     cpu_has_amx,
     cpu_has_bf16_matmul,
-    exact_products,
     foreach_copy_,
     foreach_norm,
     is_capturing,
-    mm_to_fp32,
 )
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.stamp import exact_products
 
 MethodName = Literal["auto", "standard", "gram", "torch"]
 
@@ -198,7 +197,7 @@ class Products:
     ) -> Tensor:  # (B, k, k), k = min(m, n); fp32, or fp64 for fp64
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
-            return mm_to_fp32(*_sides(x))
+            return _mm_to_fp32(*_sides(x))
         found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x), out=_square_of(x))
         return found
 
@@ -226,7 +225,15 @@ class Products:
         """Compute wide (fp32) @ factor (half precision), with an fp32 result."""
         high = _copied(wide, self.dtype)
         low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
-        return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
+        return _mm_to_fp32(high, factor).add_(_mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
+
+
+def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """Compute left @ right of half-precision matrices or batches, with a result in fp32. torch has `out_dtype` on CUDA
+    only (2.8 .. 2.13), so other devices convert the operands to fp32."""
+    if left.is_cuda:
+        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def _sides(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,13 +78,11 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        flips = np.flatnonzero(out <= 0.0)
-        grows = np.flatnonzero(~(out <= _LARGEST))  # also true for NaN
-        if flips.size and (not grows.size or flips[0] < grows[0]):
-            return f"flips signs: it maps {grid[flips[0]]:.4g} to {out[flips[0]]:.3g}"
-        if grows.size:
-            return f"diverges: it maps {grid[grows[0]]:.4g} to {out[grows[0]]:.3g}"
-        return None
+        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))  # NaN, too
+        if not bad.size:
+            return None
+        fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
+        return f"{fault}: it maps {grid[bad[0]]:.4g} to {out[bad[0]]:.3g}"
 
     def __str__(self) -> str:
         low, high = self.band()

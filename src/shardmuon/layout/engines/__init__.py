@@ -7,8 +7,8 @@ the frameworks' folders.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from shardmuon._torch import is_bare
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.base import Engine, Group
 from shardmuon.layout.engines.dtensor import DTensorEngine
@@ -30,7 +30,8 @@ def register(engine: Engine) -> None:
 def engine_of(param: Tensor) -> Engine:
     """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
     `engine_for` instead, which also reads the options of the parameter group."""
-    if not is_bare(param):
+    # a plain tensor without attributes, which frameworks set on tensors that they own, is no engine's
+    if type(param) not in (Tensor, Parameter) or param.__dict__:
         for engine in _ENGINES:
             if engine.recognizes(param):
                 return engine

@@ -102,7 +102,17 @@ class DTensorEngine(Engine):
                 f"its gradient of shape {tuple(grad.shape)} is placed {placed(grad)}, the parameter of shape "
                 f"{tuple(param.shape)} {placed(param)}. Redistribute the gradient to the parameter's mesh"
             )
-        return bool(grad.placements == param.placements)
+        if grad.placements == param.placements:
+            return True
+        stored = tuple(param._local_tensor.shape)
+        if self.believes_placements and not meshes.same_storage(
+            _implied(tuple(param.shape), param.device_mesh, param.placements), stored
+        ):
+            raise ValueError(
+                f"its gradient is placed unlike the parameter, which stores shape {stored} here and not what its "
+                f"placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
+            )
+        return False
 
     def align(self, grad: Any, param: Any) -> Tensor:
         return cast(Tensor, grad.redistribute(placements=param.placements))
@@ -177,13 +187,6 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
                 f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
             )
     return tuple(found)
-
-
-def lies_as_placed(param: DTensor) -> bool:
-    """True if the shape of this rank's storage matches the parameter's placements. Only then can another tensor be
-    redistributed to these placements and match the storage."""
-    implied = _implied(tuple(param.shape), param.device_mesh, param.placements)
-    return meshes.same_storage(implied, tuple(param._local_tensor.shape))
 
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
