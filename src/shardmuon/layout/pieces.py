@@ -65,11 +65,11 @@ class Held(NamedTuple):
     piece: Piece
     local: Ints
 
-
-def whole(shape: Ints) -> tuple[Held]:
-    """Make the single piece that covers a whole tensor, in storage of the same shape."""
-    zeros = (0,) * len(shape)
-    return (Held(Box(zeros, shape), zeros),)
+    @classmethod
+    def whole(cls, shape: Ints) -> Held:
+        """Make the single piece that covers a whole tensor, in storage of the same shape."""
+        zeros = (0,) * len(shape)
+        return cls(Box(zeros, shape), zeros)
 
 
 class Patch(NamedTuple):
@@ -287,7 +287,7 @@ class ParamLayout:
     @classmethod
     def replicated(cls, view: MatrixView, ranks: Ranks) -> ParamLayout:
         """Make the layout of a tensor that is replicated on all of `ranks`."""
-        return cls(view, ranks, (whole(view.shape),) * len(ranks))
+        return cls(view, ranks, ((Held.whole(view.shape),),) * len(ranks))
 
     def __post_init__(self) -> None:
         _check_partition(self.view.shape, (one.piece for of_rank in self.held for one in of_rank))

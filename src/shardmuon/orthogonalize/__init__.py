@@ -198,7 +198,8 @@ class Products:
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return _mm_to_fp32(*_sides(x))
-        found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x), out=_square_of(x))
+        wide = Products(x.shape, x.device, self.operands)  # whose results are not rounded
+        found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
         return found
 
     def sandwich(
@@ -213,13 +214,9 @@ class Products:
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        wide = self._unrounded(middle)
+        wide = Products(middle.shape, middle.device, self.operands)  # whose results are not rounded
         half_way = wide.mm(factor, middle, out=_square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
-
-    def _unrounded(self, x: Tensor) -> Products:
-        """Make the products for operands of the shape of `x`, with results that are not rounded to half precision."""
-        return Products(x.shape, x.device, self.operands)
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
         """Compute wide (fp32) @ factor (half precision), with an fp32 result."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef, Ranks, my_rank
 from shardmuon.layout.mesh import same_storage
-from shardmuon.layout.pieces import Held, whole
+from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
 NONE, READY, MISPLACED = 0, 1, 2  # gradient states: missing; placed like the parameter; placed otherwise
@@ -175,7 +175,7 @@ class Engine:
             ValueError: The claims do not fit together.
         """
         shape = extents[grid[0][0]].shape
-        return shape, dict.fromkeys(extents, whole(shape))
+        return shape, dict.fromkeys(extents, (Held.whole(shape),))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """List the process groups in the options of the parameter's group, as groups, references or None. Subclasses
