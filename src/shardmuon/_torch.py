@@ -8,7 +8,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -60,6 +60,47 @@ def cpu_has_bf16_matmul() -> bool:
 def cpu_has_amx() -> bool:
     """True if this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
+
+
+_mkldnn: Any = torch.backends.mkldnn  # its attributes are unknown to type checkers
+_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> its matmul backend, and flags of it
+    "cpu": (_mkldnn.matmul, {"fp32_precision": "ieee"}),
+    "cuda": (
+        torch.backends.cuda.matmul,
+        {
+            "fp32_precision": "ieee",
+            "allow_fp16_reduced_precision_reduction": False,
+            "allow_bf16_reduced_precision_reduction": False,
+            "allow_fp16_accumulation": False,
+        },
+    ),
+}
+
+
+def precision_flags(device: torch.device) -> dict[str, Any]:
+    """Read the process's settings on which the bits of matrix products on this kind of device depend."""
+    matmul, flags = _EXACT.get(device.type, (None, {}))
+    return {name: getattr(matmul, name) for name in flags}
+
+
+@contextmanager
+def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
+    """Make matrix products independent of the process's settings: no TF32, no bf16 passes, sums in fp32, and no
+    autocast, which would change the dtype of products.
+
+    The flags are global and restored at the end. If `flags` is False, only autocast is disabled.
+    """
+    matmul, wanted = _EXACT[device.type] if flags and device.type in _EXACT else (None, {})
+    before = {name: getattr(matmul, name) for name in wanted}
+    autocast = torch.is_autocast_enabled(device.type)
+    try:
+        for name, value in wanted.items():
+            setattr(matmul, name, value)
+        with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:

@@ -80,12 +80,12 @@ from shardmuon._torch import (
     Coming,
     cpu_has_amx,
     cpu_has_bf16_matmul,
+    exact_products,
     foreach_copy_,
     foreach_norm,
     is_capturing,
 )
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.stamp import exact_products
 
 MethodName = Literal["auto", "standard", "gram", "torch"]
 

@@ -1,5 +1,4 @@
-"""Everything on which the bits of matrix products depend: text that identifies a machine and its torch build, and the
-process's settings, which are set aside while matrices are orthogonalized."""
+"""Text that identifies a machine and its torch build: everything on which the bits of matrix products depend."""
 
 from __future__ import annotations
 
@@ -7,14 +6,12 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
+from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul, precision_flags
 
 # Environment variables that make BLAS libraries choose other kernels or orders of summation.
 _STEERING = (
@@ -38,7 +35,7 @@ def machine_stamp(device: torch.device, *, flags: bool = False) -> str:
     """
     build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
     steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
-    settings = [f"{name}={value}" for name, value in _precision_flags(device).items()] if flags else []
+    settings = [f"{name}={value}" for name, value in precision_flags(device).items()] if flags else []
     return "; ".join([_hardware(device), f"torch {torch.__version__} build {build}", *steering, *settings])
 
 
@@ -59,44 +56,3 @@ def _hardware(device: torch.device) -> str:
         vendor = found[1].strip() if found else platform.machine()
         return f"{vendor} {torch.backends.cpu.get_cpu_capability()}{extra}, {threads} threads"
     return device.type
-
-
-# ----------------------------------------------------------------------------------------------- the process's settings
-
-_EXACT: dict[str, dict[str, Any]] = {  # device type -> flags of its matmul backend
-    "cpu": {"fp32_precision": "ieee"},
-    "cuda": {
-        "fp32_precision": "ieee",
-        "allow_fp16_reduced_precision_reduction": False,
-        "allow_bf16_reduced_precision_reduction": False,
-        "allow_fp16_accumulation": False,
-    },
-}
-
-
-def _precision_flags(device: torch.device) -> dict[str, Any]:
-    """Read the process's settings on which the bits of matrix products on this kind of device depend."""
-    return {name: getattr(_matmul(device), name) for name in _EXACT.get(device.type, ())}
-
-
-def _matmul(device: torch.device) -> Any:
-    return (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
-
-
-@contextmanager
-def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
-    """Make matrix products independent of the process's settings: no TF32, no bf16 passes, sums in fp32, and no
-    autocast, which would change the dtype of products.
-
-    The flags are global and restored at the end. If `flags` is False, only autocast is disabled.
-    """
-    before = _precision_flags(device) if flags else {}
-    autocast = torch.is_autocast_enabled(device.type)
-    try:
-        for name in before:
-            setattr(_matmul(device), name, _EXACT[device.type][name])
-        with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(_matmul(device), name, value)

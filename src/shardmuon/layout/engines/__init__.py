@@ -7,10 +7,9 @@ the frameworks' folders.
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines.base import Engine, Group
+from shardmuon.layout.engines.base import Engine, Group, engine_of, register
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.fsdp1 import FSDP1Engine, refuse_flat
@@ -18,24 +17,8 @@ from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 
 __all__ = ["Engine", "engine_for", "engine_of", "register", "sharing"]
 
-_PLAIN = Engine()
-_ENGINES = [FSDP1Engine(), DTensorEngine(), FlatEngine(), _PLAIN]  # tried in order; the last recognizes every tensor
-
-
-def register(engine: Engine) -> None:
-    """Register an engine, to be tried before all others. It must recognize only its own tensors."""
-    _ENGINES.insert(0, engine)
-
-
-def engine_of(param: Tensor) -> Engine:
-    """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
-    `engine_for` instead, which also reads the options of the parameter group."""
-    # a plain tensor without attributes, which frameworks set on tensors that they own, is no engine's
-    if type(param) not in (Tensor, Parameter) or param.__dict__:
-        for engine in _ENGINES:
-            if engine.recognizes(param):
-                return engine
-    return _PLAIN
+for builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
+    register(builtin)
 
 
 def sharing(param: Tensor, group: Group) -> Engine:
@@ -46,7 +29,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
         ValueError: The engine cannot be determined; the message lacks the parameter's name.
     """
     engine = engine_of(param)
-    if engine is _PLAIN:
+    if type(engine) is Engine:
         shards = GroupRef.of(group.get("tp_group"), "tp_group")
         return TensorParallelEngine(shards) if shards is not None and shards.ranks else engine
     refuse_flat(param)

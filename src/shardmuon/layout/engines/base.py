@@ -271,6 +271,26 @@ class Engine:
         return value.detach()
 
 
+_PLAIN = Engine()
+_ENGINES = [_PLAIN]  # tried in order; the last one recognizes every tensor
+
+
+def register(engine: Engine) -> None:
+    """Register an engine, to be tried before all others. It must recognize only its own tensors."""
+    _ENGINES.insert(0, engine)
+
+
+def engine_of(param: Tensor) -> Engine:
+    """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
+    `engine_for` instead, which also reads the options of the parameter group."""
+    # a plain tensor without attributes, which frameworks set on tensors that they own, is no engine's
+    if type(param) not in (Tensor, torch.nn.Parameter) or param.__dict__:
+        for engine in _ENGINES:
+            if engine.recognizes(param):
+                return engine
+    return _PLAIN
+
+
 def is_marked(param: Tensor) -> bool:
     """True if the attributes that Megatron and TransformerEngine set on a parameter mark it as a tensor-parallel
     shard."""
