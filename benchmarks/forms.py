@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import Triples, schedule
-from shardmuon.variants.muon_eq import MuonEq
+from shardmuon.variants import MuonEq
 
 SPECTRA = ("gauss", "log", "rank16", "power")
 

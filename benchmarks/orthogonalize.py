@@ -32,8 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardmuon import schedule
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Choice, Task, flops, rule
+from shardmuon.orthogonalize import flops, orthogonalize
+from shardmuon.orthogonalize.choice import Choice, Chooser
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from schedule_cases import CASES
@@ -174,7 +174,7 @@ def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> 
             dtype = DTYPES[label]
             # on an accelerator "auto" may take fp16 for the Gram form whatever the standard form would take
             wanted = dtype if device.type == "cpu" or label == "fp16" else None
-            choice = rule(*Task(m, n, (KELLER,) * 5, device), wanted)
+            choice = Chooser("auto", wanted).choice(m, n, (KELLER,) * 5, device)
             contenders, missing = _contenders(choice, dtype, names)
             x = torch.randn(batch, m, n, device=device)
             seconds = _interleave(contenders, x, rounds, clock)

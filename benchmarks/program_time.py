@@ -19,8 +19,7 @@ from typing import Any
 
 import common
 
-from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.plan import make_plan

@@ -368,7 +368,7 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
     from simulated import spec
 
     from shardmuon.layout.mesh import reading
-    from shardmuon.layout.table import ParamLayout
+    from shardmuon.layout.pieces import ParamLayout
     from shardmuon.layout.views import matrix_view
     from shardmuon.plan.items import Policy
     from shardmuon.plan.plan import make_plan

@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 import torch
 
-from shardmuon._torch import CPU_BF16, cpu_has_bf16_matmul
+from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.pool import preload
 
@@ -56,13 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
     own = cpu_has_bf16_matmul.__wrapped__()  # not remembered yet
     if wanted != "own":
-        os.environ[CPU_BF16] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
+        os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
     if config.getoption("--both-arithmetics"):
         config.pluginmanager.register(_Shared(config), "shared")
 
 
 def pytest_report_header() -> str:
-    told = f" ({CPU_BF16}={os.environ[CPU_BF16]})" if os.environ.get(CPU_BF16) else ""
+    told = f" (SHARDMUON_CPU_BF16={os.environ['SHARDMUON_CPU_BF16']})" if os.environ.get("SHARDMUON_CPU_BF16") else ""
     return f"arithmetic: {_name(cpu_has_bf16_matmul())} products by default{told}, torch {torch.__version__}"
 
 

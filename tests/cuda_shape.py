@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardmuon.comm import vote
 from shardmuon.comm.groups import Ranks, my_rank
-from shardmuon.layout.grid import Ties
+from shardmuon.layout.engines.base import Ties
 
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))

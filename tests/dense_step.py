@@ -19,13 +19,12 @@ from simulated import CPU, LAYOUTS, SMALL, SimulatedRanks, cut, planned
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.layout.pieces import Patch
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by, scale_shape
 from shardmuon.options import MuonConfig, per_step
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Chooser, Task
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
 from shardmuon.step.options import settings_of
 from shardmuon.step.update import Rounding
@@ -154,7 +153,7 @@ class _Param:
     def _orthogonalized(self, x: Tensor, number: int, group: Mapping[str, Any], stages: Sequence[Any]) -> Tensor:
         """The result for a matrix, rounded as a wire rounds it."""
         coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
-        choice = self._chooser.choice(Task(*x.shape, coefficients, CPU))
+        choice = self._chooser.choice(*x.shape, coefficients, CPU)
         narrow = choice.dtype in HALVES or choice.method == "torch"
         wire = torch.bfloat16 if narrow and self._wire != torch.float64 else self._wire
         x = x.to(wire, copy=True).unsqueeze(0)

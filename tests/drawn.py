@@ -10,8 +10,7 @@ import hypothesis.strategies as st
 from simulated import layout_of
 
 from shardmuon.layout.mesh import Shard, reading
-from shardmuon.layout.pieces import Box, FlatRange, Piece
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import Box, FlatRange, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, matrix_view
 
 Shape = tuple[int, ...]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon.comm import groups as exchange_module
-from shardmuon.comm.groups import Pending, Traffic
+from shardmuon.comm.groups import Pending, Ranks, Traffic
 from shardmuon.foresight.counting import count_plan
-from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
 from shardmuon.step import bucket

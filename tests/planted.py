@@ -29,11 +29,16 @@ from shardmuon.step import batch as of_batch
 from shardmuon.step import bucket, stages, update
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
-from shardmuon.variants import VARIANTS, BeforeStage, WeightStage
-from shardmuon.variants.muon_eq import MuonEq
-from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
-from shardmuon.variants.norms import Norms
-from shardmuon.variants.normuon import NorMuon
+from shardmuon.variants import (
+    VARIANTS,
+    BeforeStage,
+    HyperballUpdate,
+    HyperballWeight,
+    MuonEq,
+    Norms,
+    NorMuon,
+    WeightStage,
+)
 
 Shapes = Mapping[str, tuple[int, int]]
 SHAPES: Shapes = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
@@ -386,7 +391,7 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
 
 def _left_out(variant: str) -> Fault:
     """The first stage of a variant does nothing."""
-    stage, names = VARIANTS[variant].stages[0], CASES[variant].left_out
+    stage, names = VARIANTS[variant][0], CASES[variant].left_out
     how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
     also = _LENGTH if "kept_wrong" in names else ()
     return replace(_of_variant(variant, lambda job: mock.patch.object(type(stage), *how), "", also), names=names)

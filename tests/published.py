@@ -12,7 +12,7 @@ from shardmuon.foresight.hardware import Rates
 from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
 from shardmuon.foresight.pricing import _training_seconds, adamw_step, price
-from shardmuon.orthogonalize.choice import flops
+from shardmuon.orthogonalize import flops
 from shardmuon.orthogonalize.schedules import schedule
 
 Interval = tuple[float, float]

@@ -48,14 +48,14 @@ def _print(name: str) -> None:
     from spectra import SPECTRA, polar_factor, spectrum
     from tolerances import steps_written_out
 
-    from shardmuon.orthogonalize.gram import plan_restarts
+    from shardmuon.orthogonalize import _plan_restarts
     from shardmuon.orthogonalize.schedules import schedule
 
     new = schedule(name)
     low, high = new.band()
     pairs = [(steps_written_out(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
     errors = tuple(float(f"{1.005 * float((y - polar).norm() / polar.norm()):.3g}") for y, polar in pairs)
-    restarts = tuple(len(plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32))
+    restarts = tuple(len(_plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32))
     case = ScheduleCase((round(low, 2), round(high, 2)), round(new.slope), errors, restarts)  # type: ignore[arg-type]
     forms = [f"{worst_error(new.triples, torch.float32, form):.0e}" for form in ("standard", "gram")]
     rows = (

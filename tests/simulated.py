@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.layout.mesh import at_dim
-from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
-from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
@@ -95,7 +93,8 @@ def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, 
     zeros = (0,) * len(view.shape)
 
     def box(start: int, stop: int) -> Box:
-        return Box(at_dim(zeros, dim, start), at_dim(view.shape, dim, stop - start))
+        rest = zeros[dim + 1 :], view.shape[dim + 1 :]
+        return Box((*zeros[:dim], start, *rest[0]), (*view.shape[:dim], stop - start, *rest[1]))
 
     return layout_of(view, {rank: [box(*ends) for ends in ranges] for rank, ranges in by_rank.items()})
 
@@ -146,7 +145,7 @@ def spec(
         ("standard float32",) * len(matrices),
         tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices),
         itemsizes=(itemsize,) * len(matrices),
-        kept=tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),
+        kept=tuple(Kept(ParamLayout.replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),
     )
 
 
@@ -179,7 +178,7 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
     "flat": lambda view: flat(view, range(4), (1, 37, 37)),
     "no grid": lambda view: unlike_replicas(view),
     "pair": lambda view: sharded(view, [(1, 3)], 0),
-    "one": lambda view: replicated(view, (2,)),
+    "one": lambda view: ParamLayout.replicated(view, (2,)),
 }
 
 
@@ -224,13 +223,11 @@ def planned(
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
     """Every rank has all that is kept; of a stack that is cut by its matrices, that of its own matrices."""
-    view = kept_view(layout.view, sizes)
+    view = layout.view.kept(sizes)
     boxes = [held for of_rank in layout.held for held in of_rank]
     rest = layout.view.shape[1:]
-    if layout.view.num_stacked == 1 or any(
-        not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes
-    ):
-        return replicated(view, layout.ranks)
+    if view.shape[0] == 1 or any(not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes):
+        return ParamLayout.replicated(view, layout.ranks)
     rows = {rank: [one.piece for one in of] for rank, of in zip(layout.ranks, layout.held, strict=True)}
     return along(view, 0, {rank: [(o[0], o[0] + n[0]) for o, n, *_ in of] for rank, of in rows.items()})
 

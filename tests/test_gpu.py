@@ -22,7 +22,7 @@ from shardmuon.muon import Muon
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, meshes_on
-from shardmuon.variants import VARIANTS, names_in
+from shardmuon.variants import VARIANTS, stages_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -106,7 +106,7 @@ def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None =
             return str(error).splitlines()[0]
         return ""
 
-    decay = 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0
+    decay = 0.1 if all(stage.decays for stage in stages_of({"variant": variant})) else 0.0
     given: dict[str, Any] = {"lr": 0.02, "variant": variant, "weight_decay": decay, "steps": steps, "about": once_more}
     with meshes_on(kind):
         return [

@@ -23,18 +23,11 @@ from datetime import timedelta
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # exact types of plain tensors, never of DTensors
-
-
-def is_bare(tensor: Tensor) -> bool:
-    """True for a plain tensor or parameter without extra attributes, which frameworks set on tensors that they own."""
-    return type(tensor) in _PLAIN and not tensor.__dict__
-
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return `isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) if it is not imported
     yet."""
-    if type(value) in _PLAIN:
+    if type(value) in (Tensor, torch.nn.Parameter):  # exact types of plain tensors
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -48,22 +41,19 @@ def strided_shard() -> Any:
     return _StridedShard
 
 
-CPU_BF16 = "SHARDMUON_CPU_BF16"  # environment variable for tests that overrides detection, see CONTRIBUTING.md
-
-
 @lru_cache(maxsize=1)
 def cpu_has_bf16_matmul() -> bool:
     """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX).
 
-    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. The environment variable `CPU_BF16`
-    overrides the detection; it is read once.
+    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. Tests override the detection by the
+    environment variable SHARDMUON_CPU_BF16, which is read once.
 
     Raises:
         ValueError: The variable is set to neither "0" nor "1".
     """
-    told = os.environ.get(CPU_BF16) or str(int(torch.cpu._is_avx512_bf16_supported()))
+    told = os.environ.get("SHARDMUON_CPU_BF16") or str(int(torch.cpu._is_avx512_bf16_supported()))
     if told not in ("0", "1"):
-        raise ValueError(f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU), 1 (bf16) or unset")
+        raise ValueError(f"SHARDMUON_CPU_BF16={told!r} must be 0 (no bf16 products on this CPU), 1 (bf16) or unset")
     return told == "1"
 
 
@@ -72,23 +62,25 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right of half-precision matrices or batches, with a result in fp32. torch has `out_dtype` on CUDA
-    only (2.8 .. 2.13), so other devices convert the operands to fp32."""
-    if left.is_cuda:
-        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-_EXACT: dict[str, dict[str, Any]] = {  # device type -> flags of its matmul backend
-    "cpu": {"fp32_precision": "ieee"},
-    "cuda": {
-        "fp32_precision": "ieee",
-        "allow_fp16_reduced_precision_reduction": False,
-        "allow_bf16_reduced_precision_reduction": False,
-        "allow_fp16_accumulation": False,
-    },
+_mkldnn: Any = torch.backends.mkldnn  # its attributes are unknown to type checkers
+_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> its matmul backend, and flags of it
+    "cpu": (_mkldnn.matmul, {"fp32_precision": "ieee"}),
+    "cuda": (
+        torch.backends.cuda.matmul,
+        {
+            "fp32_precision": "ieee",
+            "allow_fp16_reduced_precision_reduction": False,
+            "allow_bf16_reduced_precision_reduction": False,
+            "allow_fp16_accumulation": False,
+        },
+    ),
 }
+
+
+def precision_flags(device: torch.device) -> dict[str, Any]:
+    """Read the process's settings on which the bits of matrix products on this kind of device depend."""
+    matmul, flags = _EXACT.get(device.type, (None, {}))
+    return {name: getattr(matmul, name) for name in flags}
 
 
 @contextmanager
@@ -98,8 +90,7 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
     The flags are global and restored at the end. If `flags` is False, only autocast is disabled.
     """
-    matmul: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
-    wanted = _EXACT[device.type] if flags and device.type in _EXACT else {}
+    matmul, wanted = _EXACT[device.type] if flags and device.type in _EXACT else (None, {})
     before = {name: getattr(matmul, name) for name in wanted}
     autocast = torch.is_autocast_enabled(device.type)
     try:
@@ -112,15 +103,16 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
             setattr(matmul, name, value)
 
 
-def _foreach(operation: Callable[..., Any], *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
-    """Apply a `torch._foreach_*` operation to lists of tensors. Returns the results, or nothing if the operation works
-    in place.
+def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
+    """Apply an element-wise operation to lists of tensors: "lerp" is `torch.lerp`, which makes new tensors, "lerp_" is
+    `Tensor.lerp_`, which changes the first list. Returns the results, or nothing if the operation works in place.
 
     On accelerators, torch launches one kernel for whole lists if all tensors are dense, each list has a single dtype,
     and tensors at the same index have equal sizes and strides. Otherwise it launches one kernel per tensor
     (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So lists that break these conditions are split into several
     calls.
     """
+    operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
         return ()
     if columns[0][0].device.type == "cpu" or _go_together(columns):  # a CPU processes lists tensor by tensor anyway
@@ -159,11 +151,7 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-# Element-wise operations on lists of tensors; those with "_" at the end change the first list in place.
-foreach_lerp_ = partial(_foreach, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
-foreach_add_ = partial(_foreach, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
-foreach_copy_ = partial(_foreach, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
-foreach_lerp = partial(_foreach, torch._foreach_lerp)  # (start, end, weight=): `torch.lerp`, which makes new tensors
+foreach_copy_ = partial(foreach, "copy_")  # (targets, sources), whose dtypes may differ
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -171,7 +159,7 @@ def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
     if tensors[0].device.type == "cpu":  # convert the number once: torch would do so for each tensor
         torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
         return
-    _foreach(lambda alike: torch._foreach_mul_(alike, factor), tensors)
+    foreach("mul_", tensors, scalar=factor)
 
 
 def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -234,39 +222,29 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class Later:
-    """Asynchronous copy of a tensor to the host. On CPUs, and on devices without events in torch (MPS), the copy is
-    synchronous.
+class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
+    """Queue of tensors on their way to the host: the object that each was sent with, the copy on the host, the device
+    that it comes from, and the event after which the copy is valid. The event is None, and the copy synchronous, on
+    CPUs and on devices without events in torch (MPS)."""
 
-    Attributes:
-        host: The copy on the host; valid only once `has_arrived()` is True.
-    """
-
-    def __init__(self, value: Tensor) -> None:
+    def send(self, about: _T, value: Tensor) -> None:
+        """Start to copy a tensor to the host."""
         module: Any = torch.get_device_module(value.device)
         make: Any = None if value.device.type == "cpu" else getattr(module, "Event", None)
-        self._device = value.device
-        self._event: Any = None
         if make is None:
-            self.host = value.cpu()
+            self.append((about, value.cpu(), value.device, None))
             return
-        self.host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-        self.host.copy_(value, non_blocking=True)
-        self._event = make()
-        self._event.record(module.current_stream(value.device))
+        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = make()
+        event.record(module.current_stream(value.device))
+        self.append((about, host, value.device, event))
 
-    def has_arrived(self) -> bool:
-        """Check if the copy has arrived, without waiting. False while a CUDA graph is captured, since events cannot be
-        queried then."""
-        return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
-
-
-def arrived(coming: deque[tuple[_T, Later]]) -> Iterator[tuple[_T, Tensor]]:
-    """Remove the copies that have arrived from the front of a queue, and yield each of them after the object that was
-    queued with it."""
-    while coming and coming[0][1].has_arrived():
-        about, later = coming.popleft()
-        yield about, later.host
+    def arrived(self) -> Iterator[tuple[_T, Tensor]]:
+        """Remove the copies that have arrived from the front of the queue, without waiting. Yields each of them after
+        the object that it was sent with. None arrives while a CUDA graph is captured: events cannot be queried then."""
+        while self and (self[0][3] is None or (not is_capturing(self[0][2]) and self[0][3].query())):
+            yield self.popleft()[:2]
 
 
 def default_group() -> Any:

@@ -46,8 +46,7 @@ from shardmuon.options import (
     refuse_sets,
     unknown_keyword,
 )
-from shardmuon.orthogonalize import MethodName
-from shardmuon.orthogonalize.gram import FiniteWatch
+from shardmuon.orthogonalize import FiniteWatch, MethodName
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
-from shardmuon.orthogonalize import MethodName
+from shardmuon.orthogonalize import MethodName, check_gram_dtype
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.orthogonalize.gram import check_gram_dtype
-from shardmuon.orthogonalize.schedules import Triples, hashable, triples
+from shardmuon.orthogonalize.schedules import per_step
 from shardmuon.texts import did_you_mean, nearest
 from shardmuon.variants import check_variant
 
@@ -206,7 +205,7 @@ ELSEWHERE = {
     "rank_local": "is written process_group=(), tp_group=() in a group: no other rank has its tensors",
     "weight_decay_mode": 'is part of the variant: write variant="cautious", or "normuon+cautious"; for a decay that '
     "does not follow lr, let a scheduler set the group's weight_decay to wd / lr",
-    "beta2": "of NorMuon is 0.95, see shardmuon.variants.normuon; AdamW's is in betas",
+    "beta2": "of NorMuon is 0.95, see shardmuon.variants.NorMuon; AdamW's is in betas",
     "orthogonalizer": "is written Muon(..., method=..., ns_dtype=...)",
     "exchange": "is written Muon(..., bucket_bytes=...); what travels is as wide as ns_dtype says",
     "storage": "is written Muon(..., momentum_dtype=..., momentum_device=..., stochastic_rounding=...)",
@@ -275,11 +274,6 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Select the options of a group that define which matrices each of its parameters holds."""
     return {key: group[key] for key in VIEW_DEFAULTS}
-
-
-def per_step(coefficients: Any, steps: int | None) -> Triples:
-    """Expand a group's `ns_coefficients` and `ns_steps` to one (a, b, c) triple per Newton-Schulz step."""
-    return triples(hashable(coefficients), steps)
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:

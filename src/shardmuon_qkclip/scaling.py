@@ -54,12 +54,10 @@ from shardmuon.errors import (
     stays_itself,
 )
 from shardmuon.host import Host, Hosts, Weight
-from shardmuon.layout.bind import Listed, Table, TableCall
+from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
-from shardmuon.layout.grid import union
-from shardmuon.layout.pieces import Tile, spans_of
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.options import PLACE_OPTIONS
 from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
@@ -411,10 +409,8 @@ def _largest(
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
     """Yield a view of each part of a weight that this rank stores, with the same number of dims as the weight, and the
     index along `dim` at which the part begins."""
-    for held in layout.of_rank(my_rank()):
-        for start, sizes in spans_of(held.piece, layout.view.shape):
-            offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())
-            yield local.as_strided(sizes, strides, local.storage_offset() + offset), start[dim]
+    for start, sizes, strides, offset in layout.spans(my_rank(), local.stride()):
+        yield local.as_strided(sizes, strides, local.storage_offset() + offset), start[dim]
 
 
 # ---------------------------------------------------------------------------------------------------------- the rule

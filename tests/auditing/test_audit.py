@@ -35,14 +35,14 @@ from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
 from shardmuon.auditing.live import _choose
 from shardmuon.auditing.reference import FORMULAS
 from shardmuon.auditing.report import AuditReport
-from shardmuon.layout import table
+from shardmuon.layout import pieces
 from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
-from shardmuon.variants.normuon import NorMuon
+from shardmuon.variants import NorMuon
 
 # ------------------------------------------------------------------------------------------------- sound optimizers
 
@@ -252,7 +252,7 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 def stacked() -> AuditReport:
     """The second step of experts whose rows are cut. The step's tiles of the lower rows of the first two experts are
     taken for each other's, on all ranks alike."""
-    original = table.tiles_of
+    original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
         numbers = (1, 0, 2) if held.piece.offset[1] else (0, 1, 2)  # type: ignore[union-attr]
@@ -263,7 +263,7 @@ def stacked() -> AuditReport:
     full = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
     weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None))
     optimizer = Muon([{"params": [("experts", weight)], "view": "stack"}], lr=0.02)
-    with mock.patch.object(table, "tiles_of", tiles_of):
+    with mock.patch.object(pieces, "_tiles_of", tiles_of):
         for step in range(2):
             weight.grad = distribute_tensor(full.sin() + step, mesh, [Shard(1)], src_data_rank=None)
             report = step_of(optimizer)

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from shardmuon.auditing.dense import _block_of, _part_of, sent_by
 from shardmuon.auditing.reference import Reference, recovered_update
-from shardmuon.layout.pieces import Box, FlatRange, Held
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.orthogonalize.schedules import schedule as named

@@ -30,7 +30,7 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import rows_stored
 from shardmuon.testing.layouts import LAYOUTS, parameters
-from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, names_in, stages_of
+from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -51,7 +51,7 @@ GROUPS: list[dict[str, Any]] = [
     {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
 ]
 MIXED = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
-KEEPING = [name for name in LATER if keeping(VARIANTS[name].stages)]
+KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
@@ -113,7 +113,7 @@ class Job:
             for g in GROUPS
         ]
         for group, variant in zip(groups, kind.variants, strict=False):
-            decays = all(VARIANTS[name].decays for name in names_in(variant))
+            decays = all(stage.decays for stage in stages_of({"variant": variant}))
             group |= {"variant": variant, "weight_decay": 0.1 if decays else 0.0}
         self.optimizer = Muon(groups, lr=1e-3, **kind.storage, **LAYOUTS[self.layout].options(self.world))
 

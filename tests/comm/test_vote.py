@@ -36,7 +36,7 @@ from shardmuon.comm.vote import (
     vote,
 )
 from shardmuon.errors import ExchangeError, Refused, told_by
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
+from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 
@@ -174,7 +174,7 @@ def _most_bits() -> bool:
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank, MOST_BITS)
     assert vote(ballot, ALL) == Verdict(Phase.STEP, Flag.AUDIT, False, most)
     shard = FlatShard((4, 6), 12 * rank, dist.group.WORLD, "flat buffers")
-    param = mark_flat(nn.Parameter(torch.ones(12 if rank < 2 else 0)), shard)
+    param = shard.mark(nn.Parameter(torch.ones(12 if rank < 2 else 0)))
     optimizer, param.grad = Muon([("w", param)], lr=0.1), torch.ones_like(param)
     for call in (optimizer.prepare, optimizer.step):
         with mock.patch.object(binding, "MOST_BITS", 0), pytest.raises(ValueError, match=r"1 parameters may .* for 0"):

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import shardmuon
 from shardmuon import Muon, checkpoint, param_groups
-from shardmuon.layout.engines.fsdp1 import place_of
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.frameworks import quiet, whole_weights, wrap
 from shardmuon.testing.layouts import ParamCase
@@ -99,7 +99,7 @@ def _nothing_here() -> tuple[bool, int]:
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
         lr=0.25,
-        about=lambda muon: sum(place.numel for place in map(place_of, muon.param_groups[0]["params"]) if place),
+        about=lambda muon: sum(place.numel for place in map(UnitPlace.of, muon.param_groups[0]["params"]) if place),
     )
     return found.bitwise, found.about
 

@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
-from shardmuon.layout.bind import Listed, bind
+from shardmuon.layout.bind import Listed, _grids_of, bind
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.grid import Ties, grids_of
-from shardmuon.layout.mesh import OnMesh
-from shardmuon.layout.table import kept_layout
-from shardmuon.layout.views import kept_view, matrix_view
+from shardmuon.layout.engines.base import Ties
+from shardmuon.layout.mesh import OnMesh, kept_layout
+from shardmuon.layout.views import matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
@@ -81,8 +80,11 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
         engine, place = engine_of(one.param), None
         if engine.believes_placements:
             place = OnMesh(*engine.claim(one.param, one.group).form[1:])  # type: ignore[arg-type]
-        view, experts = kept_view(of_param.view, [3] * len(of_param.view.matrices)), torch.arange(len(full[one.name]))
-        numbers = stored(kept_layout(of_param, view, place).of_rank(rank), experts[:, None].expand(view.shape))
+        kept, experts = (
+            kept_layout(of_param, [3] * len(of_param.view.matrices), place),
+            torch.arange(len(full[one.name])),
+        )
+        numbers = stored(kept.of_rank(rank), experts[:, None].expand(kept.view.shape))
         storage = local_if_any(one.param).detach()
         here = [int(expert.flatten()[0]) for expert in storage] if storage.numel() else []
         found.append((experts.tolist(), numbers[..., :1].flatten().tolist(), here))
@@ -141,9 +143,9 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
                     ties = Ties(row, columns[at])
                     known.setdefault(rank, []).append(ties)
                     wanted[ties] = tuple(sorted(rows))
-        assert grids_of(known) == wanted
+        assert _grids_of(known) == wanted
     start = time.process_time()
-    grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})  # each has tensors of its own
+    _grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})  # each has tensors of its own
     assert time.process_time() - start < 2.0
 
 
@@ -175,7 +177,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 )
 def test_groups_that_form_no_grid_are_refused(known: list[tuple[tuple[int, ...], ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grids_of({rank: list(map(Ties, of[::2], of[1::2])) for rank, of in enumerate(known)})
+        _grids_of({rank: list(map(Ties, of[::2], of[1::2])) for rank, of in enumerate(known)})
 
 
 def test_a_parameter_whose_sharers_cannot_be_told_is_named() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.engines.dtensor import cuts_of, mesh_key
+from shardmuon.layout.engines.dtensor import _cuts_of, mesh_key
 from shardmuon.layout.mesh import reading, same_storage
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
@@ -26,7 +26,7 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
     assert isinstance(param, DTensor)
     mesh, ranks = mesh_key(param.device_mesh)
     storage, place = engine_of(param).storage(param), ranks.index(dist.get_rank())
-    held, implied = reading(tuple(full.shape), mesh, cuts_of(param.placements))[place]
+    held, implied = reading(tuple(full.shape), mesh, _cuts_of(param.placements))[place]
     return same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
 
 

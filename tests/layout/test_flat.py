@@ -15,10 +15,11 @@ from torch import nn
 from shardmuon import Muon
 from shardmuon.comm.groups import GroupRef
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
-from shardmuon.layout.engines.flat import FlatShard, home_of
+from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.mesh import Cut, flat_part
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
+from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.step.binding import chooser_of
 
 
@@ -76,7 +77,7 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = make_shard(flat, Slice(model, 5, 12, 8), None)
     on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
-    homes = [home_of(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))]
+    homes = [offloaded_from(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))]
     assert homes == [torch.device("meta"), None, None]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]
     places = [chooser_of(optimizer.param_groups, optimizer.config).device for optimizer in optimizers]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardmuon.layout.engines.base import Stored
+from shardmuon.layout.engines.base import Extent, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine
-from shardmuon.layout.mesh import Extent, Placements, Shard, reading
+from shardmuon.layout.mesh import Shard, reading
 from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
@@ -56,7 +56,7 @@ def _rows(pieces: Iterable[Sequence[Held]]) -> list[list[int]]:
     return [[row for box in of_rank for row in range(box[0][0], box[0][0] + box[1][0])] for of_rank in boxes]
 
 
-def stored_by(shape: Ints, mesh: Ints, placements: Placements, found: Sequence[Ints]) -> Stored:
+def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
     """What a DTensor's engine says of these shapes of storages."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, mesh, tuple(extents), placements), extents, ())

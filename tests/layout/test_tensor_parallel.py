@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
-from shardmuon.layout.engines.tensor_parallel import cut_of
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.testing import RankPool
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
@@ -155,7 +155,7 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
 )
 def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, Any], options: dict[str, Any]) -> None:
     param = _marked(_normal(4, 6, seed=0), marks)
-    assert cut_of(param) is None
+    assert TensorParallelEngine(GroupRef((0, 1))).cut(param) is None
     for group in (None, (0,)):
         plan = Muon([{"params": [param], **options}], lr=1e-3, tp_group=group).prepare()
         assert [(i.rows, i.cols, i.route) for i in plan.items] == [(4, 6, "local")]
@@ -206,7 +206,7 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
 
 def _flat(start: int, size: int) -> nn.Parameter:
     shard = FlatShard((4, 6), start, dist.group.WORLD, "flat buffers")
-    return mark_flat(nn.Parameter(torch.ones(size)), shard)  # type: ignore[return-value]
+    return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
 FLAT = {  # what is said -> first element and size of each rank's range

@@ -12,8 +12,7 @@ from drawn import partitions, viewed
 from hypothesis import given, settings
 from simulated import layout_of, stored
 
-from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
-from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import matrix_view
 
 
@@ -124,7 +123,7 @@ def test_options_that_do_not_fit_say_what_to_write(
 def test_a_matrix_is_whole_on_the_ranks_that_store_all_of_it() -> None:
     view = matrix_view((4, 4))
     assert layout_of(view, {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]}).whole_on == ((),)
-    assert replicated(view, (0, 2)).whole_on == ((0, 2),)
+    assert ParamLayout.replicated(view, (0, 2)).whole_on == ((0, 2),)
 
 
 def test_layout_digest_tells_layouts_apart() -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.layout.mesh import Shard, reading
-from shardmuon.layout.pieces import Patch
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK, NEAREST, Stream, decode, encode, round_by, round_patch, scale_shape

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardmuon import Muon, schedule
-from shardmuon.orthogonalize import ITERATIONS, orthogonalize
-from shardmuon.orthogonalize.choice import Choice, flops, rule
-from shardmuon.orthogonalize.gram import FiniteWatch
+from shardmuon.orthogonalize import ITERATIONS, FiniteWatch, flops, orthogonalize
+from shardmuon.orthogonalize.choice import Choice, Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
@@ -100,7 +99,7 @@ def test_flops_of_five_quintic_steps_are_the_published_counts(
 def test_the_rule_takes_the_gram_form_for_long_matrices_but_not_in_bf16(
     rows: int, cols: int, device: torch.device, dtype: Any, wanted: Choice, says: str
 ) -> None:
-    found = rule(rows, cols, KELLER, device, dtype)
+    found = Chooser("auto", dtype).choice(rows, cols, KELLER, device)
     assert found == wanted
     assert re.search(says, found.reason)
 
@@ -140,7 +139,7 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     optimizer = Muon([("w", p)], lr=0.1, process_group=dist.group.WORLD, method=method)
     try:
         flags.fp32_precision = "bf16" if rank and method != "auto" else before_flags
-        stamp = (lambda device: "other chip") if rank and method == "auto" else real
+        stamp = (lambda device, flags: "other chip") if rank and method == "auto" else real
         with mock.patch.object(binding_module, "machine_stamp", stamp):
             optimizer.step()
     finally:

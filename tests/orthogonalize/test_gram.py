@@ -14,11 +14,10 @@ from spectra import normal, spectrum
 from tolerances import KELLER, assert_rounded, assert_same_orthogonalization, steps_written_out
 
 from shardmuon import schedule
-from shardmuon.orthogonalize import Products, _row_blocks, orthogonalize
-from shardmuon.orthogonalize.gram import plan_restarts
+from shardmuon.orthogonalize import Products, _plan_restarts, _row_blocks, orthogonalize
 
 Coefficients = tuple[tuple[float, float, float], ...]
-gram_module = importlib.import_module("shardmuon.orthogonalize.gram")
+module = importlib.import_module("shardmuon.orthogonalize")
 
 
 def near_exact(found: torch.Tensor, exact: torch.Tensor, x: torch.Tensor, coefficients: Coefficients) -> None:
@@ -38,7 +37,7 @@ def test_gram_in_bf16_is_refused() -> None:
     [("keller", 3, 0, 0), *((*of, *case.restarts) for of, case in CASES.items())],
 )
 def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: int | tuple[int, ...], fp32: int) -> None:
-    found = [plan_restarts(schedule(name, steps).triples, d) for d in (torch.float16, torch.float32, torch.float64)]
+    found = [_plan_restarts(schedule(name, steps).triples, d) for d in (torch.float16, torch.float32, torch.float64)]
     assert fp16 in (found[0], len(found[0]))
     assert [len(restarts) for restarts in found[1:]] == [fp32, 0]
 
@@ -49,8 +48,8 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
-        monkeypatch.setattr(gram_module, "_LOCAL_ASPECT", aspect)
-        assert gram_module.restarts_locally(256, 1024, coefficients, torch.float16) == (aspect < 4)
+        monkeypatch.setattr(module, "_LOCAL_ASPECT", aspect)
+        assert module._restarts_locally(256, 1024, coefficients, torch.float16) == (aspect < 4)
         with LiveBytes() as live:
             found = orthogonalize(x[None], coefficients, method="gram", dtype=torch.float16)[0]
         assert live.peak <= (12 if aspect < 4 else 16) * x.numel()
@@ -146,6 +145,6 @@ def test_the_gram_form_is_nearly_as_good_as_the_standard_one_on_every_rank(
 
 @pytest.mark.parametrize("name", ["quintic", "cans"])
 def test_without_its_restarts_the_gram_form_fails_on_low_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gram_module, "plan_restarts", lambda *_: ())
+    monkeypatch.setattr(module, "_plan_restarts", lambda *_: ())
     of = partial(worst_error.__wrapped__, schedule(name).triples, torch.float32)
     assert of("gram") > 16 * of("standard")

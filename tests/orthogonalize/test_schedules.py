@@ -15,7 +15,7 @@ from tolerances import assert_near, assert_rounded, roundoff
 
 from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
+from shardmuon.orthogonalize.schedules import _MARGIN, SCHEDULES
 
 KELLER = (3.4445, -4.7750, 2.0315)
 RAW_CANS = (
@@ -135,7 +135,7 @@ def test_an_accepted_schedule_keeps_signs_and_stays_bounded(triples: list[tuple[
         found = schedule(triples)
     except ValueError:
         reject()
-    out = outputs(found.triples, 1e-5, MARGIN, 77_777)
+    out = outputs(found.triples, 1e-5, _MARGIN, 77_777)
     assert float(out.min()) > 0.0
     assert float(out.max()) < 2.01
     x = normal(6, 10, dtype=torch.float64)

@@ -174,7 +174,9 @@ def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
     """Numbers of owners, and the plan, of two replicas of two shards each; rank 3 may be another machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
-    stamps = mock.patch.object(binding, "machine_stamp", lambda on: "other" if unlike and rank == 3 else real(on))
+    stamps = mock.patch.object(
+        binding, "machine_stamp", lambda on, flags: "other" if unlike and rank == 3 else real(on)
+    )
     with stamps, by_rates(machine):
         made = Muon([torch.nn.Parameter(t) for t in placed], lr=0.1).prepare()
     return [len(item.owners) for item in made.items], str(made)

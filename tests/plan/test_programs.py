@@ -11,9 +11,9 @@ import pytest
 import torch
 from simulated import EACH, LAYOUTS, VIEWS, along, cut, sharded, spec
 
+from shardmuon.comm.groups import Ranks
 from shardmuon.foresight.counting import count_plan
-from shardmuon.layout.pieces import Tile
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.pieces import ParamLayout, Tile
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.buckets import _shares_of
 from shardmuon.plan.items import Item, Policy, Spec

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from simulated import EACH, SimulatedRanks, cut, planned
 
 from shardmuon import Muon
-from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view, row_major
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
@@ -71,7 +71,7 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
 
 def _loads(view: MatrixView) -> list[Load]:
     """The tiles of a whole tensor, one after the other in a buffer."""
-    tiles = [tile for by_rank in replicated(view, (0,)).tiles for tile in by_rank[0]]
+    tiles = [tile for by_rank in ParamLayout.replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
     return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from variant_cases import CASES
 
 from shardmuon import ExchangeError, Muon, audit
-from shardmuon._torch import _foreach, local_if_any
+from shardmuon._torch import foreach, local_if_any
 from shardmuon.foresight.job import exact_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.plan.plan import Plan
@@ -346,7 +346,8 @@ def test_lists_are_cut_into_as_few_launches_as_their_tensors_allow() -> None:
             [tensor(shape, draw.choice([FP32] * 9 + [BF16])) for shape in shapes] for _ in range(draw.randint(1, 3))
         ]
         operation, rows = mock.Mock(return_value=None), list(zip(*columns, strict=True))
-        _foreach(operation, *columns)
+        with mock.patch.object(torch, "_foreach_copy_", operation):
+            foreach("copy_", *columns)
         calls = [call.args for call in operation.call_args_list]
         called = [tuple(map(id, row)) for call in calls for row in zip(*call, strict=True)]
         assert sorted(called) == sorted(tuple(map(id, row)) for row in rows)
@@ -433,15 +434,15 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
         "NCCL takes contiguous",
     ),
     "the host looks at what is finite": (
-        "shardmuon.orthogonalize.gram.FiniteWatch.keep_finite",
+        "shardmuon.orthogonalize.FiniteWatch.keep_finite",
         lambda self, out, x, text: out if out.isfinite().all() else x,
         {"method": "gram"},
         1,
         "waits",
     ),
     "the host waits for what was finite": (
-        "shardmuon.orthogonalize.gram.Later",
-        lambda value: mock.Mock(host=value.cpu()),
+        "shardmuon._torch.Coming.send",
+        lambda self, about, value: self.append((about, value.cpu(), value.device, None)),
         {"method": "gram"},
         1,
         "waits",

@@ -16,15 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.layout.table import replicated
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.orthogonalize import _near_one, _normalize_in_fp64, _row_blocks, empty_batch, normalize
-from shardmuon.orthogonalize.choice import Choice, rule
+from shardmuon.orthogonalize import _near_one, _normalize, _normalize_in_fp64, _row_blocks, empty_batch
+from shardmuon.orthogonalize.choice import Choice, Chooser
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.plan.items import Policy
 from shardmuon.plan.plan import make_plan
-from shardmuon.variants.muon_eq import MuonEq, unit_anyway_
-from shardmuon.variants.norms import line_norms
+from shardmuon.variants import MuonEq, _line_norms, _unit_anyway_
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -76,11 +75,13 @@ def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     assert found == wanted
 
 
+def normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return _normalize(x, empty_batch(x.shape, dtype, x.device))
+
+
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Normalize as accelerators do."""
-    out = empty_batch(x.shape, dtype, x.device)
-    _normalize_in_fp64(out, x)
-    return out
+    return _normalize_in_fp64(x, empty_batch(x.shape, dtype, x.device))
 
 
 def _reference(x: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the work in fp32 is no gain where bf16 runs at several times the rate."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
-    found = rule(384, 1536, KELLER, CPU, None)
+    found = Chooser("auto", None).choice(384, 1536, KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
     assert ("float32 at 1/4 of the rate" in found.reason) == native
 
@@ -159,7 +160,7 @@ def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPat
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     """Each of four ranks reads two of eight replicated matrices, and only moves the momentum of the others."""
     shape = (16, 24)
-    layout = replicated(matrix_view(shape), (0, 1, 2, 3))
+    layout = ParamLayout.replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
     ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
     with Passes(16 * 24) as passes:
@@ -199,10 +200,10 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
         for dim in (-1, -2):
             wanted = torch.linalg.vector_norm(x.double(), dim=dim)
             into = torch.empty_like(wanted, dtype=wide)
-            for found in (line_norms(x, dim), line_norms(x, dim, into)):
+            for found in (_line_norms(x, dim), _line_norms(x, dim, into)):
                 assert found.dtype == wide
                 assert_rounded(found, wanted, roundings=x.shape[dim] + 6, dtype=wide)
-            assert torch.equal(line_norms(x, dim), into)
+            assert torch.equal(_line_norms(x, dim), into)
 
 
 @pytest.mark.stated
@@ -226,7 +227,7 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     one_by_one = x.clone()
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
-    unit_anyway_(x)
+    _unit_anyway_(x)
     # the sum of 40 squares; two roots, their product, its reciprocal, the factor's own product
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):

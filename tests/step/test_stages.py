@@ -25,8 +25,8 @@ from simulated import (
     sharded,
 )
 
-from shardmuon.layout.table import replicated
-from shardmuon.layout.views import kept_view, matrix_view
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
@@ -37,7 +37,7 @@ from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
 
-STAGED = [name for name, row in VARIANTS.items() if row.stages]
+STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
 # every tuple of stages once, under the first of its names: most orders of names give the same
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
@@ -88,8 +88,8 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
     """Five and eight numbers behind an odd number of elements, NaNs with payloads among them, between storages with
     other strides; what lies beside them stays."""
-    views = [kept_view(matrix_view((size, 3)), [size]) for size in (5, 8)]
-    layouts = [replicated(view, (0, 1)) for view in views]
+    views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
+    layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
     plan, loads, at = Plan(tuple(specs), (), ()), [], 3
     for param, layout in enumerate(layouts):

@@ -13,7 +13,7 @@ from cuda_shape import CudaShape
 from dense_step import assert_like_the_formula
 from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, in_both, in_turn, sharded
 
-from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
+from shardmuon.layout.pieces import Box, Held, Patch, _tiles_of
 from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum import stores
 from shardmuon.momentum.stores import (
@@ -161,7 +161,7 @@ def test_random_bits_belong_to_elements(layout: str) -> None:
             continue
         stream = Stream.of("w", "weights", 1, view.longest_row)
         found = CUTS[layout](view)
-        for tile in (tile for of_rank in found.held for held in of_rank for tile in tiles_of(held, view)):
+        for tile in (tile for of_rank in found.held for held in of_rank for tile in _tiles_of(held, view)):
             matrix = view.matrices[tile.matrix]
             whole = stream.bits(Patch.rectangle(tile.matrix, 0, 0, matrix.rows, matrix.cols), CPU)
             first, strides = tile.in_matrix(view)
@@ -180,7 +180,7 @@ def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> N
     """Slabs of a stack, whose first dim has one index, change no bit."""
     torch.manual_seed(6)
     view = matrix_view((2, 30, 300), view="stack", transposed=turned)
-    (tile, _), kept = tiles_of(Held(Box((0, 0, 0), view.shape), (0, 0, 0)), view), torch.randn(1, 30, 300).to(BF16)
+    (tile, _), kept = _tiles_of(Held(Box((0, 0, 0), view.shape), (0, 0, 0)), view), torch.randn(1, 30, 300).to(BF16)
     grad, codes, scales = torch.randn(1, 30, 300), *encode(torch.randn(1, 30, 300), 2)
     stream, patch, found = Stream.of("w", "momentum", 1, view.longest_row), tile.patch(view), []
     settings: dict[str, Any] = {"patch": patch, "stream": stream, "momentum": 0.9, "nesterov": True}

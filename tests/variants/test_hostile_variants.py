@@ -17,7 +17,7 @@ from shardmuon import Muon
 from shardmuon.variants import VARIANTS, keeping
 from shardmuon_qkclip import QKClip
 
-KEEPING = [*(name for name in CASES if keeping(VARIANTS[name].stages)), TOGETHER]
+KEEPING = [*(name for name in CASES if keeping(VARIANTS[name])), TOGETHER]
 
 
 def _steps(optimizer: Muon, numbers: range) -> None:

@@ -13,16 +13,16 @@ from torch import Tensor
 from variant_cases import CASES
 
 from shardmuon.auditing.reference import FORMULAS, prepared
-from shardmuon.layout.table import replicated
-from shardmuon.layout.views import kept_view, matrix_view
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.layout.views import matrix_view
 from shardmuon.plan.items import Kept, Policy
 from shardmuon.plan.plan import make_plan
 from shardmuon.variants import VARIANTS, AfterStage, BeforeStage, Stage, WeightStage, scaled_, stages_of
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (40, 24)]
 FP32 = {"method": "standard", "ns_dtype": torch.float32}
-STAGES = [stage for row in VARIANTS.values() for stage in row.stages]
-AFTER = [name for name, row in VARIANTS.items() if any(isinstance(stage, AfterStage) for stage in row.stages)]
+STAGES = [stage for row in VARIANTS.values() for stage in row]
+AFTER = [name for name, row in VARIANTS.items() if any(isinstance(stage, AfterStage) for stage in row)]
 AFTER.append("normuon+hyperball")
 
 
@@ -60,7 +60,7 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
 
 
 def test_every_variant_has_a_row_of_tests() -> None:
-    assert [name for name, row in VARIANTS.items() if row.stages and name not in CASES] == [], "tests/variant_cases.py"
+    assert [name for name, row in VARIANTS.items() if row and name not in CASES] == [], "tests/variant_cases.py"
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if not isinstance(s, WeightStage)], ids=repr)
@@ -83,7 +83,7 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
     layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all of it on one rank
-    kept = (Kept(replicated(kept_view(layout.view, [8]), layout.ranks), True),)
+    kept = (Kept(ParamLayout.replicated(layout.view.kept([8]), layout.ranks), True),)
     keeping = spec("w", layout)._replace(kept=kept)
     assert make_plan([keeping], Policy()).items[0].route == "owner"
     assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shardmuon.comm.groups import Traffic, group_for, my_rank, start
 from shardmuon.errors import HALF_DONE, naming, ranks_text
-from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import MatrixView, row_major
 
 Block = tuple[slice, slice]

@@ -33,8 +33,7 @@ from shardmuon.host import Stepped
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import NONE, named_params
-from shardmuon.layout.pieces import Piece
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import ParamLayout, Piece
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice

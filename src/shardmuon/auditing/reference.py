@@ -29,10 +29,17 @@ from shardmuon.momentum.stores import Stream, round_patch
 from shardmuon.orthogonalize import TORCH_EPS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.step.options import Settings
-from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages, WeightStage
-from shardmuon.variants.muon_eq import MuonEq
-from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
-from shardmuon.variants.normuon import NorMuon
+from shardmuon.variants import (
+    AfterStage,
+    BeforeStage,
+    HyperballUpdate,
+    HyperballWeight,
+    MuonEq,
+    NorMuon,
+    Stage,
+    Stages,
+    WeightStage,
+)
 
 _Coefficients = tuple[tuple[float, float, float], ...]
 KeptNumbers = Mapping[str, Tensor]  # key of a variant's stage -> values that the stage stores, 1-D fp64

@@ -49,9 +49,7 @@ from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
 from shardmuon.layout.engines.flat import FlatEngine
-from shardmuon.layout.engines.tensor_parallel import remember_shape
-from shardmuon.layout.pieces import Box, Held, Tile, spans_of
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
 from shardmuon.momentum.stores import BLOCK, scale_shape
@@ -257,11 +255,8 @@ class _Shard(torch.Tensor):
         shape = layout.view.shape
         made: _Shard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=storage.dtype, device=storage.device)
         made._views = {}
-        for held in layout.of_rank(my_rank()):
-            for start, sizes in spans_of(held.piece, shape):
-                offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, storage.stride())
-                view = storage.as_strided(sizes, strides, storage.storage_offset() + offset)
-                made._views[torch.Size(start)] = view
+        for start, sizes, strides, offset in layout.spans(my_rank(), storage.stride()):
+            made._views[torch.Size(start)] = storage.as_strided(sizes, strides, storage.storage_offset() + offset)
         return made
 
     @classmethod
@@ -312,7 +307,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
     def remember() -> None:  # a tensor-parallel shard alone does not tell its global shape
         for one, layout in zip(table.params, table.layouts, strict=True):
-            remember_shape(engine_for(one.param, one.group), one.param, layout)
+            engine_for(one.param, one.group).remember(one.param, layout.view.shape)
 
     run_together(remember)
     return table

@@ -21,7 +21,7 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import search
 from shardmuon.texts import table
-from shardmuon.variants import VARIANTS, names_in
+from shardmuon.variants import VARIANTS, names_in, stages_of
 
 
 def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str, str]]:
@@ -34,7 +34,7 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     cover exchanges (in fp32), votes, and reductions of weight norms (8 bytes per matrix).
     """
     options: dict[str, Any] = {"variant": variant} if variant else {}
-    if not all(VARIANTS[name].decays for name in names_in(variant or None)):
+    if not all(stage.decays for stage in stages_of({"variant": variant or None})):
         options["weight_decay"] = 0.0
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):

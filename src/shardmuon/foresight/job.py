@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import RankClass, Stored, count_plan
 from shardmuon.foresight.models import AFTER, Param, load_model, parameters_of
-from shardmuon.layout.mesh import OnMesh, Shard, flat_part, reading
-from shardmuon.layout.pieces import Box
-from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
-from shardmuon.layout.views import MatrixView, kept_view
+from shardmuon.layout.mesh import OnMesh, Shard, flat_part, kept_layout, reading
+from shardmuon.layout.pieces import Box, ParamLayout
+from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig
@@ -450,7 +450,7 @@ class _Planned:
 
             def kept_of(stage: Stage) -> ParamLayout:
                 numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
-                return kept_layout(layout, kept_view(layout.view, numbers), place)
+                return kept_layout(layout, numbers, place)
 
             device = torch.device(self._device)
             doubles = self._weights == torch.float64

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.host import Host, Stepped
-from shardmuon.layout.engines.fsdp1 import UnitPlace, place_of
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 from shardmuon.step.kept import carry_by_position
 
@@ -53,5 +53,5 @@ class FSDP1Host(Host):
 
 def _sharded(param: Tensor) -> UnitPlace | None:
     """Return the location of a parameter in its FSDP1 unit; None if FSDP1 does not shard the parameter."""
-    place = place_of(param)
+    place = UnitPlace.of(param)
     return place if place is not None and place.is_sharded else None

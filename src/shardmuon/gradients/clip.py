@@ -30,19 +30,18 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import foreach_mul_, local_if_any
-from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
+from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.layout.bind import Listed, Table, TableCall
+from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, is_own, names_of
-from shardmuon.layout.grid import union
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, names_of
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
 from shardmuon.options import SETS, refuse_sets
-from shardmuon.step.validate import check_can_align, gradient_storage
+from shardmuon.step.validate import gradient_storage
 
 
 @torch.no_grad()
@@ -206,7 +205,7 @@ class _BoundGradients(Agreed):
             self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
-            if not is_own(one.group):
+            if not _is_own(one.group):
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
@@ -216,6 +215,13 @@ class _BoundGradients(Agreed):
                 )
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
+
+
+def _is_own(group: Group) -> bool:
+    """True if a parameter group's option `process_group=()` declares that its plain tensors exist on this rank only, as
+    experts do."""
+    found = GroupRef.of(group.get("process_group"))
+    return found is not None and not found.ranks
 
 
 def _key_of(params: Sequence[Listed]) -> list[_Key]:
@@ -330,9 +336,7 @@ class _Clipping(TableCall[_BoundGradients]):
         weight = engine.storage(param)
         local = gradient_storage(param, param.grad, engine, weight)
         self.states[number] = MISPLACED if local is None else READY
-        if local is None:
-            check_can_align(param, weight)
-        elif local.numel():
+        if local is not None and local.numel():
             self.held[number] = local
 
     def _count(self, kept: _BoundGradients) -> _Counted:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,11 +30,9 @@ from shardmuon.comm.groups import Ranks, my_rank
 from shardmuon.comm.vote import _K, Call, Entry, Fault, Unlike, digest_of, discover, gather, refuse_unlike
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, sharing
-from shardmuon.layout.engines.base import Claim, Group
-from shardmuon.layout.grid import Grid, Ties, grids_of, union
-from shardmuon.layout.mesh import Extent
-from shardmuon.layout.table import ParamLayout
-from shardmuon.layout.views import view_of
+from shardmuon.layout.engines.base import Claim, Extent, Grid, Group, Ties
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.layout.views import MatrixView, matrix_view
 
 
 class Listed(NamedTuple):
@@ -126,6 +124,74 @@ class Table:
     token: bytes
 
 
+# ---------------------------------------------------------------------------- the grid of ranks that share a tensor
+
+
+def union(groups: Collection[Ranks]) -> Ranks:
+    """Return all ranks of these groups, ascending."""
+    return tuple(sorted({rank for group in groups for rank in group}))
+
+
+def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
+    """Find, for each rank's ties (the ranks with which it shares a tensor), the grid of all ranks that share the
+    tensor. The result is equal on all ranks.
+
+    Args:
+        known: Rank -> the ties of its tensors, for all ranks that are connected by shared tensors.
+
+    Raises:
+        Unlike: The ties of some ranks do not fit together into a grid.
+    """
+    found: dict[Ties, Grid] = {}
+    for rank, of_rank in known.items():
+        for ties in of_rank:
+            if ties not in found:
+                grid = found[ties] = _grid(rank, ties, known)
+                columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
+                # reuse the grid for all of its ranks: computing it once per rank would take O(N^3) on N ranks
+                for row, column in itertools.product(grid, columns):
+                    found.setdefault(Ties(row, column), grid)
+    return found
+
+
+def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
+    # columns: for each part, the ranks that store it. rows: for each mate, the ranks of its replica, if each of them
+    # is in the column of its part
+    columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
+    rows: dict[int, Ranks] = {}
+    for mate in ties.mates:
+        for t in known.get(mate, ()):
+            alike = t.mates == ties.mates and len(t.parts) == len(columns)
+            if alike and all(part in column for part, column in zip(t.parts, columns, strict=True)):
+                rows.setdefault(mate, t.parts)
+        if mate not in rows:
+            raise Unlike(_no_grid(rank, ties, mate, known))
+    rows[rank] = ties.parts
+    for at in range(len(columns)):
+        column = union([row[at : at + 1] for row in rows.values()])
+        for row in rows.values():
+            if Ties(row, column) not in known.get(row[at], ()) or len(union(rows.values())) < len(columns) * len(rows):
+                raise Unlike(_no_grid(rank, ties, row[at], known))
+    return tuple(sorted(rows.values()))
+
+
+def _no_grid(rank: int, ties: Ties, other: int, known: Mapping[int, Collection[Ties]]) -> str:
+    if len(ties.parts) == 1 and not any(ties.mates in t.sets for t in known.get(other, ())):
+        return (
+            f"ranks {ties.mates} share parameters but rank {other} lists none that it shares with them. Every rank "
+            "must give the optimizer the same parameters, order and options"
+        )
+    has = " or ".join(f"tp_group {t.parts} and process_group {t.mates}" for t in known.get(other, ())) or "none"
+    return (
+        f"rank {rank} has tp_group {ties.parts} and process_group {ties.mates}, which form no grid with those of the "
+        f"other ranks: rank {other} has {has}. process_group must join the ranks that hold the same shard, one of each "
+        "tensor-parallel group, and all of these the same way"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+
 def describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask each parameter's engine which ranks share the parameter and what this rank stores of it.
 
@@ -198,7 +264,7 @@ def bind(
     component, grids, numbers = tuple(known), dict[Ties, Grid](), dict[Ranks, list[int]]()
     lines, said = dict[Ranks, list[str]](), dict[Ranks, _Said]()
     with fault:
-        grids = grids_of({other: theirs.facts.ties for other, theirs in known.items()})
+        grids = _grids_of({other: theirs.facts.ties for other, theirs in known.items()})
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
@@ -290,7 +356,9 @@ def _layouts(
 def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLayout:
     try:
         shape, held = one.engine.stored(one.claim.form, told, grid)
-        return ParamLayout(view_of(shape, one.listed.view), tuple(told), tuple(held[rank] for rank in told))
+        options = one.listed.view
+        view = MatrixView(shape, shape, -1, (), 1) if options is None else matrix_view(shape, **options)
+        return ParamLayout(view, tuple(told), tuple(held[rank] for rank in told))
     except ValueError as wrong:
         stored = (
             f"ranks {(*told,)} store shapes {[extent.shape for extent in told.values()]} of it ({one.claim.text}): "

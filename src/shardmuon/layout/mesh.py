@@ -19,6 +19,14 @@ from flat element ranges. Pure functions.
     A stride of s means that the dim is first cut into s equal blocks (such as gate and up, fused in one weight), and
     each shard stores its share of every block, one after the other. Megatron and TransformerEngine call the stride
     `partition_stride`.
+
+[Note: where kept numbers lie]
+    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: what a stage keeps] in
+    variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
+    row). It is replicated on every rank that shares the parameter, including ranks that store nothing of the parameter,
+    because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices (experts)
+    that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the state tensor is placed
+    like the parameter.
 """
 
 from __future__ import annotations
@@ -27,11 +35,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardmuon.layout.pieces import Box, FlatRange, Held
+from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
-OfRank = tuple[tuple[Held, ...], Ints]  # pieces that one rank stores, and the shape of its storage
+_OfRank = tuple[tuple[Held, ...], Ints]  # pieces that one rank stores, and the shape of its storage
 
 
 class Shard(NamedTuple):
@@ -42,7 +50,7 @@ class Shard(NamedTuple):
     factor: int = 1
 
 
-Placements = tuple[Shard | None, ...]  # one placement for each mesh axis; None: replicated
+_Placements = tuple[Shard | None, ...]  # one placement for each mesh axis; None: replicated
 
 
 class OnMesh(NamedTuple):
@@ -56,13 +64,13 @@ class OnMesh(NamedTuple):
 
     mesh: Ints
     ranks: Ints
-    placements: Placements
+    placements: _Placements
 
 
 _Cuts = tuple[tuple[int, int], ...]  # (mesh axis, factor) of each cut of a dim, first cut first
 
 
-def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ...]:
+def reading(shape: Ints, mesh: Ints, placements: _Placements) -> tuple[_OfRank, ...]:
     """Compute the pieces of a tensor and the shape of their storage for each rank of a mesh.
 
     Args:
@@ -76,7 +84,7 @@ def reading(shape: Ints, mesh: Ints, placements: Placements) -> tuple[OfRank, ..
     return tuple(read_at(shape, mesh, placements, place) for place in itertools.product(*map(range, mesh)))
 
 
-def read_at(shape: Ints, mesh: Ints, placements: Placements, place: Ints) -> OfRank:
+def read_at(shape: Ints, mesh: Ints, placements: _Placements, place: Ints) -> _OfRank:
     """Compute the pieces and the storage shape of the rank at mesh coordinate `place`. Arguments are as in
     `reading`."""
     ranges = []
@@ -129,7 +137,7 @@ def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
     return tuple(found)
 
 
-def _stored(ranges: Sequence[_Ranges]) -> OfRank:
+def _stored(ranges: Sequence[_Ranges]) -> _OfRank:
     """Combine the index ranges of each dim into boxes, and compute the shape of a storage that packs the boxes."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
@@ -155,35 +163,46 @@ class Cut(NamedTuple):
     dim: int
     stride: int
 
+    def parts(self, shape: Ints, sizes: Ints) -> tuple[tuple[Held, ...], ...]:
+        """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
 
-def parts_of(shape: Ints, cut: Cut, sizes: Ints) -> tuple[tuple[Held, ...], ...]:
-    """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
+        Raises:
+            ValueError: The size of a part is not divisible by the stride; the message lacks the parameter's name.
+        """
+        return tuple(_stored(part)[0] for part in self._ranges(shape, sizes))
 
-    Raises:
-        ValueError: The size of a part is not divisible by `cut.stride`; the message lacks the parameter's name.
-    """
-    return tuple(_stored(part)[0] for part in _parts(shape, cut, sizes))
+    def rows_of_part(self, shape: Ints, part: int, num_parts: int, rows: range) -> _OfRank:
+        """Compute the pieces that make up some rows of a part, and the shape of their storage.
 
+        Args:
+            shape: Shape of the whole tensor.
+            part, num_parts: Index of the part, and number of parts, with the sizes of `torch.chunk`.
+            rows: Indices along dim 0 of the part.
 
-def _parts(shape: Ints, cut: Cut, sizes: Ints) -> Iterator[list[_Ranges]]:
-    """Yield, for each tensor-parallel shard, the index ranges that it covers in each dim."""
-    if any(size % cut.stride for size in sizes):
-        raise ValueError(
-            f"partition_stride={cut.stride} says that each shard holds {cut.stride} parts of one size, but the shards "
-            f"have {sizes} indices along dim {cut.dim}. Set partition_stride=1 if they are cut in one piece each"
-        )
-    blocks, start = range(0, sum(sizes), max(1, sum(sizes) // cut.stride)), 0
-    for size in sizes:
-        share = size // cut.stride
-        ranges: list[_Ranges] = [((0, n),) for n in shape]
-        ranges[cut.dim] = tuple((block + start, block + start + share) for block in blocks)
-        yield ranges
-        start += share
+        Raises:
+            ValueError: The size of the part is not divisible by the stride; the message lacks the parameter's name.
+        """
+        num = shape[self.dim]
+        step = -(-num // num_parts)
+        sizes = tuple(max(0, min(step, num - at * step)) for at in range(num_parts))
+        first, *others = list(self._ranges(shape, sizes))[part]
+        return _stored([_narrow(first, rows.start, len(rows)), *others])
 
-
-def at_dim(numbers: Ints, dim: int, value: int) -> Ints:
-    """Copy `numbers` with `value` at position `dim`."""
-    return (*numbers[:dim], value, *numbers[dim + 1 :])
+    def _ranges(self, shape: Ints, sizes: Ints) -> Iterator[list[_Ranges]]:
+        """Yield, for each part, the index ranges that it covers in each dim."""
+        if any(size % self.stride for size in sizes):
+            raise ValueError(
+                f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "
+                f"shards have {sizes} indices along dim {self.dim}. Set partition_stride=1 if they are cut in one "
+                "piece each"
+            )
+        blocks, start = range(0, sum(sizes), max(1, sum(sizes) // self.stride)), 0
+        for size in sizes:
+            share = size // self.stride
+            ranges: list[_Ranges] = [((0, n),) for n in shape]
+            ranges[self.dim] = tuple((block + start, block + start + share) for block in blocks)
+            yield ranges
+            start += share
 
 
 def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: int, stop: int) -> tuple[Held, ...]:
@@ -202,7 +221,7 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
     if cut is None:
         return (Held(FlatRange(start, stop), (0,)),)
     found, at = [], 0
-    for box, _ in parts_of(shape, cut, (shape[cut.dim] // num_parts,) * num_parts)[part]:
+    for box, _ in cut.parts(shape, (shape[cut.dim] // num_parts,) * num_parts)[part]:
         low, high = max(start, at), min(stop, at + box.numel)
         if low < high:
             assert isinstance(box, Box), "parts are boxes"
@@ -211,32 +230,22 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
     return tuple(found)
 
 
-def rows_of_part(shape: Ints, cut: Cut, part: int, num_parts: int, rows: range) -> OfRank:
-    """Compute the pieces that make up some rows of a tensor-parallel shard ("part"), and the shape of their storage.
+# ------------------------------------------------------------------------------------------- state of variants' stages
+
+
+def kept_layout(layout: ParamLayout, sizes: Sequence[int], place: OnMesh | None) -> ParamLayout:
+    """Make the layout of a state tensor with `sizes[i]` values for matrix i of a parameter: see [Note: where kept
+    numbers lie].
 
     Args:
-        shape: Shape of the whole tensor.
-        cut: Cut of the tensor into parts.
-        part, num_parts: Index of the part, and number of parts, with the sizes of `torch.chunk`.
-        rows: Indices along dim 0 of the part.
-
-    Raises:
-        ValueError: The size of the part is not divisible by `cut.stride`; the message lacks the parameter's name.
+        layout: Layout of the parameter.
+        sizes: Number of values for each matrix.
+        place: Mesh and placements of the parameter; None: the parameter has no mesh.
     """
-    num = shape[cut.dim]
-    step = -(-num // num_parts)
-    sizes = tuple(max(0, min(step, num - at * step)) for at in range(num_parts))
-    ranges = list(_parts(shape, cut, sizes))[part]
-    return _stored([_narrow(ranges[0], rows.start, len(rows)), *ranges[1:]])
-
-
-class Extent(NamedTuple):
-    """One rank's local storage of a tensor.
-
-    Attributes:
-        shape: Shape of the storage.
-        held: Pieces in the storage, if other ranks cannot compute them from the shape; otherwise empty.
-    """
-
-    shape: Ints
-    held: tuple[Held, ...] = ()
+    view = layout.view.kept(sizes)
+    # dim 0 of the state tensor is sharded like dim 0 of the stack; all other mesh axes replicate the state tensor
+    cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
+    if layout.view.num_row_dims == 1 or place is None or not any(cuts):
+        return ParamLayout.replicated(view, layout.ranks)
+    found = dict(zip(place.ranks, reading(view.shape, place.mesh, cuts), strict=True))
+    return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))

@@ -1,4 +1,5 @@
-"""Pieces of a tensor, each stored by a rank, and tiles, the parts of matrices in these pieces. Pure index arithmetic.
+"""Layouts of parameters: the pieces of a tensor that each rank stores, and the tiles, the parts of matrices in these
+pieces. Pure index arithmetic.
 
 [Note: two addresses]
     A tile is a box of the tensor's index space (in which one dim may be split in two, see views.py). So a tile has
@@ -12,10 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from shardmuon.comm.groups import Ranks
+from shardmuon.comm.vote import digest_of
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
 _Span = tuple[Ints, Ints]  # start and sizes of a box
@@ -60,11 +65,11 @@ class Held(NamedTuple):
     piece: Piece
     local: Ints
 
-
-def whole(shape: Ints) -> tuple[Held]:
-    """Make the single piece that covers a whole tensor, in storage of the same shape."""
-    zeros = (0,) * len(shape)
-    return (Held(Box(zeros, shape), zeros),)
+    @classmethod
+    def whole(cls, shape: Ints) -> Held:
+        """Make the single piece that covers a whole tensor, in storage of the same shape."""
+        zeros = (0,) * len(shape)
+        return cls(Box(zeros, shape), zeros)
 
 
 class Patch(NamedTuple):
@@ -165,10 +170,10 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
+def _tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
     """Split a piece into tiles, each of which belongs to one matrix. Tiles are ordered by matrix, then by their place
     in storage."""
-    spans = [fine for coarse in spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]
+    spans = [fine for coarse in _spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]
     found = []
     for number, matrix in enumerate(view.matrices):
         for span in spans:
@@ -184,7 +189,7 @@ def _common(a: _Span, b: _Span) -> _Span:
     return start, tuple(min(i + n, j + k) - low for i, n, j, k, low in zip(a[0], a[1], b[0], b[1], start, strict=True))
 
 
-def spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
+def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
     """Yield the nonempty boxes of the tensor that make up a piece, in storage order."""
     if isinstance(piece, Box):
         if piece.numel:
@@ -225,32 +230,27 @@ def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
         yield (*start[:d], *inner, *start[d + 1 :]), (*sizes[:d], *of_inner, *sizes[d + 1 :])
 
 
-def partition_fault(shape: Ints, pieces: Iterable[Piece]) -> str | None:
-    """Describe the first piece that is out of bounds, else the first gap or overlap. Replicas do not count as overlap.
-    Returns None if the pieces cover every element exactly once."""
+def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
+    """Raise ValueError for the first piece that is out of bounds, else for the first gap or overlap. Replicas do not
+    count as overlap.
+
+    All box edges together divide the tensor into cells, and each cell must be covered by exactly one box. Comparing
+    only the total size of the boxes with the size of the tensor would miss a gap and an overlap of equal size.
+    """
     distinct = {piece for piece in pieces if piece.numel}
-    numel, space, words = math.prod(shape), shape, f"shape {shape}"
-    if not distinct and not numel:
-        return None
+    space, words = shape, f"shape {shape}"
     if all(isinstance(piece, FlatRange) and piece.box is None for piece in distinct):
-        space, words = (numel,), f"{numel} elements of shape {shape}"
-    spans = [span for piece in distinct for span in spans_of(piece, space)]
+        space = (math.prod(shape),)
+        words = f"{space[0]} elements of shape {shape}"
+    spans = [span for piece in distinct for span in _spans_of(piece, space)]
     for start, sizes in spans:
         if len(start) != len(space) or any(
             a < 0 or a + n > whole for a, n, whole in zip(start, sizes, space, strict=False)
         ):
-            return f"a piece of offset {start} and size {sizes} is out of bounds of {words}"
-    found = _grid_fault(space, spans)
-    return None if found is None else f"pieces {found} of {words}"
-
-
-def _grid_fault(shape: Ints, spans: Sequence[_Span]) -> str | None:
-    """Describe the first gap or overlap of these boxes, or return None. All box edges together divide the tensor into
-    cells, and each cell must be covered by exactly one box. Comparing only the total size of the boxes with the size of
-    the tensor would miss a gap and an overlap of equal size."""
+            raise ValueError(f"a piece of offset {start} and size {sizes} is out of bounds of {words}")
     edges = [
         np.unique([0, whole, *itertools.chain.from_iterable((start[d], start[d] + sizes[d]) for start, sizes in spans)])
-        for d, whole in enumerate(shape)
+        for d, whole in enumerate(space)
     ]
     count = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
     for start, sizes in spans:
@@ -260,5 +260,115 @@ def _grid_fault(shape: Ints, spans: Sequence[_Span]) -> str | None:
         if wrong.any():
             cell = np.argwhere(wrong)[0]
             at = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, cell, strict=True))
-            return f"{fault} at ({at})"
-    return None
+            raise ValueError(f"pieces {fault} at ({at}) of {words}")
+
+
+# -------------------------------------------------------------------------------------------------- who stores what
+
+
+@dataclass(frozen=True, eq=False)
+class ParamLayout:
+    """The pieces of one tensor that each rank stores. All ranks that share the tensor compute the same layout. Tensors
+    with equal layouts share one object.
+
+    Attributes:
+        view: The tensor's matrices and its global shape.
+        ranks: All ranks that share the tensor, including ranks that store nothing of it.
+        held: Pieces that each of `ranks` stores.
+
+    Raises:
+        ValueError: The distinct pieces are out of bounds, overlap or leave a gap.
+    """
+
+    view: MatrixView
+    ranks: Ranks
+    held: tuple[tuple[Held, ...], ...]
+
+    @classmethod
+    def replicated(cls, view: MatrixView, ranks: Ranks) -> ParamLayout:
+        """Make the layout of a tensor that is replicated on all of `ranks`."""
+        return cls(view, ranks, ((Held.whole(view.shape),),) * len(ranks))
+
+    def __post_init__(self) -> None:
+        _check_partition(self.view.shape, (one.piece for of_rank in self.held for one in of_rank))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16-byte hash of the layout, equal for equal layouts on any rank."""
+        return digest_of((self.view, self.ranks, self.held))
+
+    @cached_property
+    def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
+        """Tiles of each matrix: a dict from each rank that stores part of the matrix (in ascending order) to the rank's
+        tiles, in storage order."""
+        distinct = set(itertools.chain.from_iterable(self.held))  # equal on replicas, so their tiles are computed once
+        of_held = {held: _tiles_of(held, self.view) for held in distinct}
+        found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
+        for rank, of_rank in zip(self.ranks, self.held, strict=True):
+            for tile in itertools.chain.from_iterable(map(of_held.__getitem__, of_rank)):
+                found[tile.matrix].setdefault(rank, []).append(tile)
+        return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
+
+    def of_rank(self, rank: int) -> tuple[Held, ...]:
+        """Return the pieces that a rank stores."""
+        return self.held[self.ranks.index(rank)]
+
+    def spans(self, rank: int, strides: Sequence[int]) -> Iterator[tuple[Ints, Ints, Ints, int]]:
+        """Yield the boxes of the tensor that a rank stores: start and sizes of the box, its strides in a storage with
+        the given strides, and the offset of its first element there."""
+        for held in self.of_rank(rank):
+            for start, sizes in _spans_of(held.piece, self.view.shape):
+                offset, steps = Tile(0, start, sizes, held).in_storage(self.view, strides)
+                yield start, sizes, steps, offset
+
+    @cached_property
+    def pieces(self) -> dict[int, tuple[Piece, ...]]:
+        """Rank -> the nonempty pieces that it stores."""
+        held = zip(self.ranks, self.held, strict=True)
+        return {rank: tuple(one.piece for one in of_rank if one.piece.numel) for rank, of_rank in held}
+
+    @cached_property
+    def keepers(self) -> dict[Piece, Ranks]:
+        """Piece -> the ranks that store it, ascending. If there are several, they store replicas."""
+        found: dict[Piece, Ranks] = {}
+        for rank, pieces in self.pieces.items():
+            for piece in pieces:
+                found[piece] = (*found.get(piece, ()), rank)
+        return found
+
+    @cached_property
+    def replica_of(self) -> dict[int, int]:
+        """Rank -> index of its replica: the rank's index among the ranks that store its first piece. 0 if it stores
+        nothing. On a hybrid-sharded mesh, this is the rank's coordinate on the replica axis.
+        """
+        return {rank: self.keepers[pieces[0]].index(rank) if pieces else 0 for rank, pieces in self.pieces.items()}
+
+    @cached_property
+    def replicas(self) -> tuple[Ranks, ...]:
+        """The ranks of each replica, ordered by replica index (`replica_of`). Empty if the ranks do not form complete
+        replicas, because some pieces have more copies than others, or because a rank's pieces disagree on its replica
+        index."""
+        places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
+        num = {len(ranks) for ranks in self.keepers.values()}
+        if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):
+            return ()
+        return tuple(tuple(rank for rank in self.ranks if places[rank] == {number}) for number in range(*num))
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """True if any piece is stored more than once."""
+        return any(len(ranks) > 1 for ranks in self.keepers.values())
+
+    def source(self, piece: Piece, owner: int) -> int:
+        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and gets back the
+        result: the owner itself if it stores the piece, otherwise the rank in the owner's replica that stores it."""
+        ranks = self.keepers[piece]
+        return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
+
+    @cached_property
+    def whole_on(self) -> tuple[Ranks, ...]:
+        """For each matrix, the ranks that store all of its elements."""
+        return tuple(
+            tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
+            for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
+        )

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Ints = tuple[int, ...]
 _ViewKind = Literal["auto", "stack", "flatten"]
@@ -27,7 +27,7 @@ def row_major(sizes: Sequence[int]) -> Ints:
     return tuple(products)[-2::-1] if sizes else ()
 
 
-class Matrix(NamedTuple):
+class _Matrix(NamedTuple):
     """Part of a tensor that is orthogonalized as one matrix: a box of the fine index space, which is the tensor's index
     space with at most one dim split in two.
 
@@ -59,7 +59,7 @@ class MatrixView:
     shape: Ints
     fine: Ints
     split_dim: int
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[_Matrix, ...]
     num_row_dims: int
 
     @property
@@ -67,17 +67,26 @@ class MatrixView:
         """Largest number of columns of any matrix."""
         return max(matrix.cols for matrix in self.matrices)
 
-    @property
-    def num_stacked(self) -> int:
-        """Size of the first dim of a stack: the number of stacked (possibly split) matrices. 1 for other tensors."""
-        return self.shape[0] if self.num_row_dims == 2 else 1
-
     def refined(self, strides: Sequence[int]) -> Ints:
         """Convert strides of the tensor's dims to strides of the dims of `fine`, where one dim may be split in two."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]
         return (*strides[:d], period * strides[d], *strides[d:])
+
+    def kept(self, sizes: Sequence[int]) -> MatrixView:
+        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. The state tensor has one row per
+        entry of a stack (otherwise a single row), in which the values of the entry's blocks follow each other."""
+        num_stacked = self.shape[0] if self.num_row_dims == 2 else 1
+        of_row = sizes[: len(sizes) // num_stacked]
+        starts = list(itertools.accumulate(of_row, initial=0))
+        shape = (num_stacked, starts[-1])
+        matrices = [
+            _Matrix(1, size, (row, start), (1, size), (size, 1))
+            for row in range(num_stacked)
+            for start, size in zip(starts, of_row, strict=False)
+        ]
+        return MatrixView(shape, shape, -1, tuple(matrices), 1)
 
 
 def matrix_view(
@@ -136,25 +145,6 @@ def matrix_view(
     return MatrixView(dims, fine, refined_dim, tuple(matrices), of_rows + 1)
 
 
-def view_of(shape: Ints, options: Mapping[str, Any] | None) -> MatrixView:
-    """Make the view of a tensor from keyword arguments for `matrix_view`. None: the tensor holds no matrices."""
-    return MatrixView(shape, shape, -1, (), 1) if options is None else matrix_view(shape, **options)
-
-
-def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
-    """Make the view of a state tensor that holds `sizes[i]` values for matrix i of `view`. The state tensor has one row
-    per entry of a stack (otherwise a single row), in which the values of the entry's blocks follow each other."""
-    of_row = sizes[: len(sizes) // view.num_stacked]
-    starts = list(itertools.accumulate(of_row, initial=0))
-    shape = (view.num_stacked, starts[-1])
-    matrices = [
-        Matrix(1, size, (row, start), (1, size), (size, 1))
-        for row in range(view.num_stacked)
-        for start, size in zip(starts, of_row, strict=False)
-    ]
-    return MatrixView(shape, shape, -1, tuple(matrices), 1)
-
-
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
     """Check the options and return the dim that indexes stored rows: 1 for a stack, where dim 0 indexes matrices,
     otherwise 0."""
@@ -184,7 +174,7 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 
 def _block(
     dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
-) -> Matrix:
+) -> _Matrix:
     """Make the matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
     expert, first, size = block
     sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # stored rows and columns
@@ -200,7 +190,7 @@ def _block(
         ranges.insert(0, (expert, 1, 0))
     start, sizes, strides = (tuple(column) for column in zip(*ranges, strict=True))
     rows, cols = reversed(sides) if transposed else sides
-    return Matrix(rows, cols, start, sizes, strides)
+    return _Matrix(rows, cols, start, sizes, strides)
 
 
 def _blocks_of(

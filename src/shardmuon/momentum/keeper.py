@@ -11,12 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_bare, is_dtensor, local_if_any
+from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.flat import home_of
 from shardmuon.layout.mesh import same_storage
-from shardmuon.layout.pieces import FlatRange
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.pieces import FlatRange, ParamLayout
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.stores import (
     BLOCK,
@@ -220,10 +218,8 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
 def offloaded_from(param: Tensor) -> torch.device | None:
     """Return the accelerator from which a parameter was offloaded to the CPU; None if it was not offloaded, or if the
     tensor does not show it."""
-    if is_bare(param):
-        return None
     if not is_dtensor(param):
-        return home_of(param)
+        return getattr(param, "_shardmuon_home", None) if param.device.type == "cpu" else None
     kind = param.device_mesh.device_type
     if kind == "cpu" or param.device.type != "cpu":
         return None

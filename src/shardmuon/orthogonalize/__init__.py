@@ -36,11 +36,39 @@
     combined in fp64. So the bits of a norm do not depend on the matrix's place in a batch, on the other matrices or on
     the number of threads. The norm is exact to 1e-7, whereas a single fp32 sum over 2048 x 8192 elements is off by
     6e-4. (CUDA's foreach norm sums fp32 and narrower dtypes in fp64, in chunks of another size.)
+
+[Note: the Gram form]
+    With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X gives X = Q X_0 for a polynomial Q of R_0. So the Gram
+    form iterates Q and R as m x m matrices and multiplies once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k
+    steps, it needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard
+    form needs 2 k m x m x n products and k symmetric m x m x m products.
+
+[Note: restarts]
+    Rounding leaves R with small spurious negative eigenvalues. A step multiplies them by at least a^2, and a schedule
+    by the square of its slope, the product of the a's: 485^2 for torch's five steps, 6363^2 for eight of Polar Express.
+    A restart recomputes R, so that only the slope since the restart counts. The iteration restarts before a step that
+    would raise this slope above `_MOST_SLOPE`, which keeps errors close to those of the standard form
+    (docs/adr/0043-restarts-by-slope.md). There are two ways to restart:
+    from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
+    locally    R <- Q R_0 Q with R_0 stored in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
+               does not need X, hence no communication if columns are spread over ranks. Used only in fp16 and for a
+               single restart, because each adds a rounding of the product of the Q's (eight steps of Polar Express,
+               log-spaced values: error .018 from X, .023 locally). In fp32 it would bring back R_0's own rounding and
+               gain nothing.
+    bf16 is not allowed: with 8 bits, even restarts do not help (errors of 0.2 to 2 with restarts, 1e5 on a power law
+    without). The standard form in bf16 stays within 0.02 to 0.1.
+
+[Note: results that are not finite]
+    If a finite matrix gives a non-finite result, the result is replaced by zeros: the weights decay but get no update
+    in this step. This has never been observed. To report it without waiting for the device, the counts are copied to
+    the host asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -49,14 +77,14 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import (
+    Coming,
     cpu_has_amx,
     cpu_has_bf16_matmul,
     exact_products,
     foreach_copy_,
     foreach_norm,
-    mm_to_fp32,
+    is_capturing,
 )
-from shardmuon.orthogonalize.gram import FiniteWatch, restarts_locally, segments
 from shardmuon.orthogonalize.schedules import Triples
 
 MethodName = Literal["auto", "standard", "gram", "torch"]
@@ -169,8 +197,9 @@ class Products:
     ) -> Tensor:  # (B, k, k), k = min(m, n); fp32, or fp64 for fp64
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
-            return mm_to_fp32(*_sides(x))
-        found: Tensor = self._unrounded(x).symmetric_mm(*_sides(x), out=square_of(x))
+            return _mm_to_fp32(*_sides(x))
+        wide = Products(x.shape, x.device, self.operands)  # whose results are not rounded
+        found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
         return found
 
     def sandwich(
@@ -185,19 +214,23 @@ class Products:
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        wide = self._unrounded(middle)
-        half_way = wide.mm(factor, middle, out=square_of(middle))
-        return self.operand(wide.symmetric_mm(half_way, factor.mT, out=square_of(middle)))
-
-    def _unrounded(self, x: Tensor) -> Products:
-        """Make the products for operands of the shape of `x`, with results that are not rounded to half precision."""
-        return Products(x.shape, x.device, self.operands)
+        wide = Products(middle.shape, middle.device, self.operands)  # whose results are not rounded
+        half_way = wide.mm(factor, middle, out=_square_of(middle))
+        return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
 
     def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
         """Compute wide (fp32) @ factor (half precision), with an fp32 result."""
         high = _copied(wide, self.dtype)
         low = _copied((wide - high.float()).mul_(_SPLIT), self.dtype)
-        return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
+        return _mm_to_fp32(high, factor).add_(_mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
+
+
+def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """Compute left @ right of half-precision matrices or batches, with a result in fp32. torch has `out_dtype` on CUDA
+    only (2.8 .. 2.13), so other devices convert the operands to fp32."""
+    if left.is_cuda:
+        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +238,7 @@ def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
 
 
-def square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
+def _square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
     """Allocate uninitialized memory, as `empty_batch` does, for square matrices of the size of the short side of
     `x`."""
     side = min(x.shape[-2:])
@@ -271,36 +304,23 @@ _LEAST = 2.0**-1000  # below the norm of any nonzero fp32 matrix
 _CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so bits are independent of the thread count
 
 
-def normalize(
-    x: Tensor,  # (B, m, n), any float dtype and strides, not written to
-    dtype: torch.dtype | None = None,  # dtype of the result; default: fp32, or fp64 if x is fp64
-) -> Tensor:  # (B, m, n), from `empty_batch`
-    """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent. Zero matrices
-    stay zero. A NaN or Inf makes its whole matrix NaN."""
-    out = empty_batch(x.shape, dtype or torch.promote_types(x.dtype, torch.float32), x.device)
-    normalize_into(out, x)
-    return out
-
-
-def normalize_into(
+def _normalize(
+    x: Tensor,  # (B, m, n), any float dtype and strides, not written to unless it is `out`
     out: Tensor,  # (B, m, n), from `empty_batch`; overwritten
-    x: Tensor,  # (B, m, n), not written to unless it is `out`
-) -> None:
-    """Divide each matrix by its Frobenius norm, like `normalize`, but write to `out`: see [Note: the norm at any
-    scale]."""
+) -> Tensor:  # `out`
+    """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent: see [Note: the
+    norm at any scale]. Zero matrices stay zero. A NaN or Inf makes its whole matrix NaN."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.is_cuda and wide == torch.float32:
-        _normalize_in_fp64(out, x)
-        return
+        return _normalize_in_fp64(x, out)
     norm = _norms(x, wide)
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
         norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # infinite norms become NaN
     if len(x) == 1:  # a 0-dim divisor avoids a copy: torch does not promote bf16, but divides in fp32 and rounds once
-        torch.div(x if x.dtype == out.dtype else x.to(wide), norm.view(()), out=out)
-    else:
-        torch.div(x.to(wide), norm, out=out)
+        return torch.div(x if x.dtype == out.dtype else x.to(wide), norm.view(()), out=out)
+    return torch.div(x.to(wide), norm, out=out)
 
 
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
@@ -331,27 +351,22 @@ def _near_one(x: Tensor) -> Tensor:
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
-def _normalize_in_fp64(out: Tensor, x: Tensor) -> None:
+def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
     number, two passes without a sync are enough."""
     # not `vector_norm`, which would first copy to fp64: four times the size of a bf16 matrix, nine times the traffic
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
-    torch.mul(x, _reciprocal(norm), out=out)  # computed in fp64, rounded once
-
-
-def _reciprocal(norm: Tensor) -> Tensor:  # fp64, overwritten
-    """Compute 1 / norm. The result is an arbitrary finite number if the norm is 0, and NaN if it is infinite or NaN."""
-    return norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST).reciprocal_()
+    # 1 / norm becomes an arbitrary finite number if the norm is 0, and NaN if it is infinite or NaN
+    norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST)
+    return torch.mul(x, norm.reciprocal_(), out=out)  # computed in fp64, rounded once
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
 
 # An iteration orthogonalizes matrices of Frobenius norm 1, a batch (B, m, n) from `empty_batch` or one matrix (m, n),
 # in dtype `products.operands`. Zero matrices stay zero. It must not write to its input, let matrices influence each
-# other, or wait for the device (so that a CUDA graph can capture it). Called as
-# iteration(y, coefficients=.., products=..).
-Iteration = Callable[..., Tensor]
+# other, or wait for the device (so that a CUDA graph can capture it).
 
 
 def _newton_schulz(
@@ -368,7 +383,7 @@ def _newton_schulz(
     times larger in bf16, where torch's products round it twice (ADR 23).
     """
     tall = y.shape[-2] > y.shape[-1]
-    poly = square_of(y)
+    poly = _square_of(y)
     made: list[tuple[Tensor, Tensor]] = []
     for _ in range(2):
         out = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
@@ -387,29 +402,64 @@ def _newton_schulz(
     return y
 
 
+# Dtype -> largest product of the a's between two restarts. 42 allows three of Jordan's steps, or two of Polar Express.
+_MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
+_LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a restart by R <- Q R_0 Q takes less work than a restart from X
+
+
+def check_gram_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError for dtypes in which the Gram form is not safe."""
+    if dtype not in _MOST_SLOPE:
+        raise ValueError(
+            f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {dtype}: "
+            "rounding errors grow too large there. Use method='standard'"
+        )
+
+
+def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
+    """True if, for an m x n matrix (m <= n), the Gram form restarts by R <- Q R_0 Q, without X: see [Note:
+    restarts]."""
+    return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
+
+
+def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
+    """Choose the steps (indices 1 .. k-1) before which the Gram form recomputes R, to limit rounding errors: see
+    [Note: restarts]."""
+    check_gram_dtype(dtype)
+    found, slope = list[int](), 1.0
+    for step, (a, _, _) in enumerate(coefficients):
+        slope = max(slope, 1.0) * abs(a)  # each step rounds anew, so a step that shrinks does not offset later ones
+        if step and slope > _MOST_SLOPE[dtype]:
+            found.append(step)
+            slope = abs(a)
+    return tuple(found)
+
+
 def _gram_newton_schulz(
     y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the shape and dtype of y
-    """Run the same steps as `_newton_schulz`, but iterate on the smaller Gram matrix of Y: see gram.py.
+    """Run the same steps as `_newton_schulz`, but iterate on the smaller Gram matrix of Y: see [Note: the Gram
+    form].
 
     Raises:
         ValueError: The products are in bf16.
     """
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
-    first, *others = segments(coefficients, products.dtype)
-    if restarts_locally(short, long, coefficients, products.dtype):
+    ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
+    first, *others = (coefficients[start:stop] for start, stop in ends)  # segments between restarts
+    if _restarts_locally(short, long, coefficients, products.dtype):
         wide = products.gram_fp32(y)
-        before = factor_of(products.operand(wide), first, products)
-        after = factor_of(products.sandwich(before, wide), others[0], products)
-        factor = products.mm(after, before, out=square_of(before))
+        before = _factor_of(products.operand(wide), first, products)
+        after = _factor_of(products.sandwich(before, wide), others[0], products)
+        factor = products.mm(after, before, out=_square_of(before))
         del wide, before, after  # free memory before `_times`, which needs as much as all products before it
         # transpose the factor for tall X, as (Q X)^T = X^T Q^T: a product of two Q's is symmetric only up to rounding
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
-        gram = products.symmetric_mm(*_sides(y), out=square_of(y))
-        y = _times(products, factor_of(gram, segment, products), y, tall)
+        gram = products.symmetric_mm(*_sides(y), out=_square_of(y))
+        y = _times(products, _factor_of(gram, segment, products), y, tall)
     return y
 
 
@@ -420,7 +470,7 @@ def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
     return found
 
 
-def factor_of(
+def _factor_of(
     gram: Tensor,  # (B, m, m) symmetric, trace 1 or 0
     coefficients: Triples,
     products: Products,
@@ -430,18 +480,18 @@ def factor_of(
     for step, (a, b, c) in enumerate(coefficients):
         # do not add a to the polynomial: the sum would be rounded relative to a, which is larger than the other terms
         if c == 0.0:
-            poly = products.operand(torch.mul(gram, b, out=square_of(gram)))
+            poly = products.operand(torch.mul(gram, b, out=_square_of(gram)))
         else:
-            poly = products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=square_of(gram))
+            poly = products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=_square_of(gram))
         if step + 1 < len(coefficients):  # (a I + poly) gram (a I + poly)
-            half = products.symmetric_addmm(gram, gram, poly, beta=a, out=square_of(gram))
-            gram = products.symmetric_addmm(half, poly, half, beta=a, out=square_of(gram))
+            half = products.symmetric_addmm(gram, gram, poly, beta=a, out=_square_of(gram))
+            gram = products.symmetric_addmm(half, poly, half, beta=a, out=_square_of(gram))
         if factor is None:
             factor = _copied(poly, poly.dtype)
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             factor = products.rounded_(factor)
         else:
-            factor = products.symmetric_addmm(factor, factor, poly, beta=a, out=square_of(gram))
+            factor = products.symmetric_addmm(factor, factor, poly, beta=a, out=_square_of(gram))
     assert factor is not None, "a schedule has at least one step"
     return factor
 
@@ -469,7 +519,7 @@ def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
 
 # ----------------------------------------------------------------------------------------------------------- methods
 
-ITERATIONS: dict[str, Iteration] = {"standard": _newton_schulz, "gram": _gram_newton_schulz}
+ITERATIONS: dict[str, Callable[..., Tensor]] = {"standard": _newton_schulz, "gram": _gram_newton_schulz}
 
 
 def default_dtype(method: str, device: torch.device) -> torch.dtype:
@@ -484,6 +534,38 @@ def default_dtype(method: str, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and (method == "gram" or not cpu_has_bf16_matmul()):
         return torch.float32
     return torch.float16 if method == "gram" else torch.bfloat16
+
+
+def flops(
+    method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
+) -> tuple[float, float]:
+    """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
+
+    Args:
+        method: "standard" or "gram"; other methods are counted as "standard".
+        dtype: Dtype of the products: "gram" restarts more often in low precision.
+        symmetric_share: Fraction of a symmetric product that is computed: 1 for the full product, 0.5 for the lower
+            half.
+
+    Returns:
+        FLOPs of the products that involve the long side, and FLOPs of the products of square matrices of the short
+        side, counted as in the Gram Newton-Schulz tables. For m <= n, full products and k quintic steps, they are
+        4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram" without restarts.
+    """
+    m, n = min(rows, cols), max(rows, cols)
+    steps = len(coefficients)
+    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
+    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # one X X^T, and one product with X
+    small: float = 2 * m**3
+    if method != "gram":
+        return steps * twice, squares * small * symmetric_share
+    restarts = len(_plan_restarts(coefficients, dtype))
+    # in each segment between restarts: one product for Q in all steps but the first, two for R in all but the last
+    of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
+    if _restarts_locally(m, n, coefficients, dtype):
+        # a local restart adds split products, and a product that merges the Q's
+        return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)
+    return (1 + restarts) * twice, of_small
 
 
 def orthogonalize(
@@ -555,7 +637,58 @@ def _operands(
     if unit:
         foreach_copy_([filled], [x])
     else:
-        normalize_into(filled, x)
+        _normalize(x, filled)
     if missing:
         y.narrow(0, len(x), missing).zero_()
     return y if products.operands == products.dtype else products.rounded_(y)
+
+
+# ------------------------------------------------------------------------------------------ results that are not finite
+
+
+class FiniteWatch:
+    """Replaces non-finite results by zeros, and warns one or more steps later. Each optimizer has one instance."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Tensor, Tensor]] = []  # this step's text, and flags (0 or NaN) of results and inputs
+        self.coming = Coming[list[tuple[str, int]]]()
+
+    def keep_finite(
+        self,
+        out: Tensor,  # (B, m, n), the results, written to
+        x: Tensor,  # (B, m, n), the matrices from which `out` was computed
+        text: str,  # method and shape, for the warning
+    ) -> Tensor:  # (B, m, n), `out`
+        """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
+        spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU the check costs no sync
+            return out
+        given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
+        self.seen.append((text, spoiled, given))
+        return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
+
+    def send(self) -> None:
+        """Start to copy the flags of this step's replaced results to the host. Call at the end of a step."""
+        seen, self.seen = self.seen, []
+        if not seen or is_capturing(seen[0][1].device):  # replays of a CUDA graph skip this code
+            return
+        spoiled = torch.cat([s.flatten() for _, s, _ in seen])
+        given = torch.cat([g.flatten() for _, _, g in seen])
+        replaced = spoiled.isnan().logical_and_(given == 0)
+        self.coming.send([(text, len(s)) for text, s, _ in seen], replaced)
+
+    def report(self) -> None:
+        """Warn of replaced results in earlier steps whose flags have arrived at the host by now."""
+        for seen, replaced in self.coming.arrived():
+            for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
+                if flags.any():
+                    warnings.warn(
+                        f"{text} gave a non-finite result for {int(flags.sum())} of {count} finite matrices in an "
+                        "earlier step; they took no update in it",
+                        stacklevel=2,
+                    )
+
+
+def _zero_or_nan(x: Tensor) -> Tensor:
+    """Return 0 for each finite element, otherwise NaN."""
+    return x - x

@@ -2,7 +2,7 @@
 
 One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band (range of results)
 and slope are computed from the triples, never typed in. A schedule that flips a sign or diverges for inputs up to
-`MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1, but rounding can lift them
+`_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1, but rounding can lift them
 slightly above.
 
 [Note: to add one]
@@ -33,7 +33,7 @@ import numpy as np
 Coefficients = tuple[float, float, float]
 Triples = tuple[Coefficients, ...]
 
-MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
+_MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
 _LARGEST = 2.0  # larger outputs count as divergence; outputs of all schedules below stay under 1.6
 _GRID = 200_001
 
@@ -75,16 +75,14 @@ class Schedule:
     @property
     def fault(self) -> str | None:
         """Text that says for which input the schedule flips signs or diverges; None if the schedule is usable."""
-        grid = np.linspace(0.0, MARGIN, _GRID)[1:]
+        grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        flips = np.flatnonzero(out <= 0.0)
-        grows = np.flatnonzero(~(out <= _LARGEST))  # also true for NaN
-        if flips.size and (not grows.size or flips[0] < grows[0]):
-            return f"flips signs: it maps {grid[flips[0]]:.4g} to {out[flips[0]]:.3g}"
-        if grows.size:
-            return f"diverges: it maps {grid[grows[0]]:.4g} to {out[grows[0]]:.3g}"
-        return None
+        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))  # NaN, too
+        if not bad.size:
+            return None
+        fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
+        return f"{fault}: it maps {grid[bad[0]]:.4g} to {out[bad[0]]:.3g}"
 
     def __str__(self) -> str:
         low, high = self.band()
@@ -212,7 +210,7 @@ def schedule(
     fault = found.fault
     if fault is not None:
         raise ValueError(
-            f"schedule {name!r} {fault}. Singular values up to {MARGIN} must stay between 0 and {_LARGEST:g} "
+            f"schedule {name!r} {fault}. Singular values up to {_MARGIN} must stay between 0 and {_LARGEST:g} "
             f"(rounding lifts some above 1). Divide it: shardmuon.schedule(..., safety=1.02).triples, or take 'keller' "
             "or 'polar_express'"
         )
@@ -238,17 +236,19 @@ def _divided(steps: Triples, factor: float) -> Triples:
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
+def per_step(coefficients: Any, steps: int | None) -> Triples:
+    """Return `schedule(...).triples` from a cache, because every step reads the options of groups."""
+    return _cached(_hashable(coefficients), steps)
+
+
 @lru_cache(maxsize=256)
-def triples(coefficients: Any, steps: int | None) -> Triples:
-    """Return `schedule(...).triples` from a cache, because every step reads the options. Arguments must be hashable."""
+def _cached(coefficients: Any, steps: int | None) -> Triples:
     return schedule(coefficients, steps).triples
 
 
-def hashable(coefficients: Any) -> Any:
-    """Convert lists, as loaded from checkpoints, to tuples, so that `triples` can cache them."""
-    if isinstance(coefficients, (list, tuple)):
-        return tuple(hashable(value) for value in coefficients)
-    return coefficients
+def _hashable(coefficients: Any) -> Any:
+    """Convert lists, as loaded from checkpoints, to tuples."""
+    return tuple(map(_hashable, coefficients)) if isinstance(coefficients, (list, tuple)) else coefficients
 
 
 def _triples(values: Iterable[Sequence[float]]) -> Triples:

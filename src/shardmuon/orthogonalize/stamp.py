@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
+from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul, precision_flags
 
 # Environment variables that make BLAS libraries choose other kernels or orders of summation.
 _STEERING = (
@@ -26,44 +26,33 @@ _STEERING = (
 )
 
 
-def machine_stamp(device: torch.device) -> str:
+def machine_stamp(device: torch.device, *, flags: bool = False) -> str:
     """Describe a machine in one line: torch's version and build, and the CPU's vector instructions or the GPU's
-    architecture and number of SMs.
+    architecture and number of SMs. `flags`: True to add the process's global precision settings for matrix products,
+    on which only method "torch" depends.
 
     Ranks with equal stamps compute equal bits. docs/architecture.md says how far this has been tested.
     """
     build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
     steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
-    return "; ".join([_hardware(device), f"torch {torch.__version__} build {build}", *steering])
-
-
-def precision_flags(device: torch.device) -> str:
-    """Describe the process's global precision settings for matrix products. Only method "torch" depends on them."""
-    if device.type == "cuda":
-        flags: Any = torch.backends.cuda.matmul
-        names = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-        return ", ".join(f"{name}={getattr(flags, name)}" for name in names)
-    mkldnn: Any = torch.backends.mkldnn
-    return f"fp32_precision={mkldnn.matmul.fp32_precision}"
+    settings = [f"{name}={value}" for name, value in precision_flags(device).items()] if flags else []
+    return "; ".join([_hardware(device), f"torch {torch.__version__} build {build}", *steering, *settings])
 
 
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        gpu = torch.cuda.get_device_properties(device)
         tuned: Any = torch.cuda.tunable
         extra = ", TunableOp" if tuned.is_enabled() else ""
         version = torch.version.cuda or f"ROCm {torch.version.hip}"
-        sizes = f"sm_{found.major}{found.minor}, {found.multi_processor_count} SMs"
-        return f"{found.name}, {sizes}, CUDA {version}, {torch.backends.cuda.preferred_blas_library()}{extra}"
+        sizes = f"sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs"
+        return f"{gpu.name}, {sizes}, CUDA {version}, {torch.backends.cuda.preferred_blas_library()}{extra}"
     if device.type == "cpu":
         extra = " amx" if cpu_has_amx() else " bf16" if cpu_has_bf16_matmul() else ""
         threads = torch.get_num_threads()
-        return f"{_cpu_vendor()} {torch.backends.cpu.get_cpu_capability()}{extra}, {threads} threads"
+        facts = Path("/proc/cpuinfo")
+        # the vendor, because MKL chooses kernels by vendor even for the same instruction set
+        found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
+        vendor = found[1].strip() if found else platform.machine()
+        return f"{vendor} {torch.backends.cpu.get_cpu_capability()}{extra}, {threads} threads"
     return device.type
-
-
-def _cpu_vendor() -> str:
-    """Return the vendor of this CPU, because MKL chooses kernels by vendor even for the same instruction set."""
-    facts = Path("/proc/cpuinfo")
-    found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
-    return found[1].strip() if found else platform.machine()

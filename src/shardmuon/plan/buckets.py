@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.plan.items import Bucket, Item, Key, Policy, Spec
 from shardmuon.plan.turns import turns
 from shardmuon.price.machines import Machine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.comm.groups import Ranks
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 
 Route = Literal["local", "owner"]

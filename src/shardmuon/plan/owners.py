@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardmuon.layout.table import Ranks
+from shardmuon.comm.groups import Ranks
 from shardmuon.plan.items import Item, Key, Spec
 from shardmuon.price.machines import Machine
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
-from shardmuon.layout.table import Ranks
 from shardmuon.plan.buckets import Way, cheapest, in_order
 from shardmuon.plan.items import Bucket, Item, Policy, Spec
 from shardmuon.plan.owners import draft_of, each_for_itself, with_owners

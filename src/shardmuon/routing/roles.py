@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import AUTOTP_GROUP
-from shardmuon.layout.engines.fsdp1 import know, refuse_flat
+from shardmuon.layout.engines.fsdp1 import UnitPlace, refuse_flat
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_hint
 
@@ -80,7 +80,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
     """
     walked = list(_walk(model, ""))
     modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
-    know(module for _, module in walked)
+    UnitPlace.learn(module for _, module in walked)
     order = 0
     for path, module in walked:
         for leaf, param in module._parameters.items():

@@ -1,6 +1,6 @@
 """Execution of a variant's stages on a batch of whole matrices, on the rank that orthogonalizes them.
 
-See [Note: stages] and [Note: what a stage keeps] in variants/base.py.
+See [Note: stages] and [Note: what a stage keeps] in variants.py.
 """
 
 from __future__ import annotations

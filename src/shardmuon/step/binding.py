@@ -13,23 +13,22 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import GroupRef, wire_device
+from shardmuon.comm.groups import GroupRef, Ranks, wire_device
 from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
-from shardmuon.layout.engines.tensor_parallel import remember_shape
-from shardmuon.layout.mesh import OnMesh
-from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
-from shardmuon.layout.views import Ints, kept_view
+from shardmuon.layout.mesh import OnMesh, kept_layout
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Chooser, Task, is_narrow, work
-from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
+from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.plan.items import Bucket, Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
@@ -248,7 +247,7 @@ def stamp_of(chooser: Chooser, device: torch.device) -> str:
     the parameters."""
     where = chooser.device or device
     # results of method "torch" also depend on torch's global precision flags
-    return machine_stamp(where) + (f"; {precision_flags(where)}" if chooser.method == "torch" else "")
+    return machine_stamp(where, flags=chooser.method == "torch")
 
 
 def _notes(table: Table) -> Iterator[str]:
@@ -276,7 +275,7 @@ def bound(
     members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
         number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
-        remember_shape(engine, param, layout)
+        engine.remember(param, layout.view.shape)
         kept = partial(_kept_layout, known, engine, claim, layout)
         of_member = options[number]
         assert of_member is not None, "a group of matrices"
@@ -301,9 +300,9 @@ def _kept_layout(
     equal layouts share one object."""
     key = layout, stage.key
     if key not in known:
-        view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
+        numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
         on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
-        known[key] = kept_layout(layout, view, on_mesh)
+        known[key] = kept_layout(layout, numbers, on_mesh)
     return known[key]
 
 
@@ -330,11 +329,11 @@ def make_spec(
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
     for shape in dict.fromkeys(shapes):
-        task = Task(*shape, settings.coefficients, chooser.device or device)
-        choice = chooser.choice(task)
+        of_matrix = (*shape, settings.coefficients, chooser.device or device)
+        choice = chooser.choice(*of_matrix)
         # bytes per element in exchanges; fp64 parameters are not sent as fp32, whose range their gradients may exceed
-        size = 8 if doubles or chooser.dtype == torch.float64 else 2 if is_narrow(choice) else 4
-        made[shape] = str(choice), work(choice, *task), size, choice.reason
+        size = 8 if doubles or chooser.dtype == torch.float64 else 2 if choice.is_narrow else 4
+        made[shape] = str(choice), choice.work(*of_matrix), size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
     hows, costs, sizes, reasons = columns
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))

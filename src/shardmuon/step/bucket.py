@@ -18,9 +18,8 @@ from torch import Tensor
 from shardmuon.comm.groups import Pending, Traffic, group_for, start
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import default_dtype, orthogonalize
+from shardmuon.orthogonalize import FiniteWatch, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.orthogonalize.gram import FiniteWatch
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Copy, Program, Wire
 from shardmuon.plan.turns import turns

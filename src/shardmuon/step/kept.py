@@ -1,5 +1,5 @@
 """State of the stages of variants (stage state): its creation, its checks, and its storage in group options if a
-framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants/base.py.
+framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors of the length of their flat parameters, and state that Adam has too.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.layout.engines import Engine
-from shardmuon.layout.views import Ints, MatrixView, kept_view
+from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_of
 
 Settled = MutableMapping[Tensor, bool]  # stored weight norms that some step has checked
@@ -28,7 +28,7 @@ KEPT_DTYPE = torch.float32  # whatever the dtypes of weights and matrix products
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
     """Map the key of each state tensor to its global shape, for a parameter with these matrices."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
-    return {key: kept_view(view, of_stage).shape for key, of_stage in numbers.items()}
+    return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
 
 
 def start_kept(

@@ -29,11 +29,10 @@ from shardmuon.options import (
     PLACE_OPTIONS,
     check_hyperparameters,
     check_keys,
-    per_step,
     refuse_sets,
     view_options,
 )
-from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.schedules import Triples, per_step
 from shardmuon.step.kept import loaded_over
 from shardmuon.variants import CAUTIOUS, Stages, names_in, stages_of
 

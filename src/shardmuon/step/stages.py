@@ -1,4 +1,4 @@
-"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants/base.py.
+"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
 
 Such a stage gets the norms of all whole matrices from one sum over ranks, and multiplies each matrix by a factor. A
 `WeightSet` computes this rank's part of the sums; `begin_weights` and `finish_weights` sum over ranks and pass the
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -28,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import Later, arrived, foreach_copy_, foreach_mul_, foreach_norm
-from shardmuon.comm.groups import Traffic, group_for, talking_device
+from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
+from shardmuon.comm.groups import Ranks, Traffic, group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
-from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
@@ -104,7 +102,7 @@ class WeightSet:
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         if self._rank == self.ranks[0]:  # only one rank warns
-            watch.coming.append((self._names, Later((kept[:, 0] == 0).logical_and_(norm == 0))))
+            watch.coming.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
         """Multiply each matrix of weights by its factor. Called after the update."""
@@ -177,12 +175,12 @@ class ZeroWatch:
     """Watch for matrices whose norm is 0 when it is first computed. Each optimizer has one watch."""
 
     def __init__(self) -> None:
-        self.coming: deque[tuple[Sequence[str], Later]] = deque()  # names of matrices, and a mask of the zero ones
+        self.coming = Coming[Sequence[str]]()  # names of matrices, and a mask of the zero ones
 
     def report(self) -> None:
         """Warn about matrices of zeros, as far as results have arrived from the device."""
         found = [
-            name for names, zero in arrived(self.coming) for name, is_zero in zip(names, zero, strict=True) if is_zero
+            name for names, zero in self.coming.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero
         ]
         if found:
             warnings.warn(

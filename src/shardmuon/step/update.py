@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import (
-    foreach_add_,
+    foreach,
     foreach_copy_,
-    foreach_lerp,
-    foreach_lerp_,
     foreach_scale_,
     foreach_to,
 )
@@ -333,8 +331,8 @@ def momentum_(
     B. The same as in torch.optim.Muon."""
     if grads[0].dtype != buffers[0].dtype:
         grads = foreach_to(grads, buffers)
-    foreach_lerp_(buffers, grads, weight=1 - momentum)
-    return foreach_lerp(grads, buffers, weight=momentum) if nesterov else buffers
+    foreach("lerp_", buffers, grads, weight=1 - momentum)
+    return foreach("lerp", grads, buffers, weight=momentum) if nesterov else buffers
 
 
 def momentum_into_(
@@ -406,7 +404,7 @@ def apply_(
         for weight, summand, alpha in zip(weights, summands, alphas, strict=True):
             rows.setdefault(alpha, []).append((weight, summand))
         for alpha, alike in rows.items():
-            foreach_add_(*zip(*alike, strict=True), alpha=-alpha)
+            foreach("add_", *zip(*alike, strict=True), alpha=-alpha)
         if half:
             foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 

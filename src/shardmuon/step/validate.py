@@ -23,7 +23,6 @@ from shardmuon.comm.vote import digest_of
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
-from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
@@ -160,8 +159,6 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
         return ""
     _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
-    if storage is None:
-        check_can_align(param, weight)
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
     found.states[number] = READY if storage is not None else MISPLACED
@@ -359,17 +356,6 @@ def _check_gradient_elsewhere(param: Tensor) -> None:
     ):
         if isinstance(getattr(param, name, None), Tensor):
             raise ValueError(f"its gradient is in p.{name} and p.grad is None. {remedy}")
-
-
-def check_can_align(param: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if the shape of a parameter's local storage (`weight`) is not what its placements imply. Then a
-    gradient with other placements cannot be redistributed to the parameter's layout."""
-    assert is_dtensor(param), "gradients of others lie as they do, or are refused"
-    if not lies_as_placed(param):
-        raise ValueError(
-            f"its gradient is placed unlike the parameter, which stores shape {tuple(weight.shape)} here and not what "
-            f"its placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
-        )
 
 
 def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weight: Tensor) -> Tensor:

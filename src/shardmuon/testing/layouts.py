@@ -40,7 +40,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
 from shardmuon.foresight.job import in_parts
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
+from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 
@@ -326,7 +326,7 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
     for (name, full), cut in zip(tensors.items(), cuts, strict=True):
         start, stop = _in_buffer(37 * len(out) % 200, whole[name].numel(), shape[0])[mesh.get_local_rank(0)]
         shard = whole[name].detach().flatten()[start:stop].clone()
-        out[name] = mark_flat(shard, FlatShard(tuple(full.shape), start, data, "flat buffers", tp, cut))
+        out[name] = FlatShard(tuple(full.shape), start, data, "flat buffers", tp, cut).mark(shard)
     return out
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize, square_of
+from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 
 # Shapes for which libraries often use other kernels: fewer rows than a vector register has lanes, one row more or less
@@ -82,8 +82,9 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
     tall = y.shape[-2] > y.shape[-1]
-    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=square_of(y))
-    poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=square_of(gram))
+    squares = [empty_batch((len(y), *[min(y.shape[1:])] * 2), y.dtype, y.device) for _ in range(2)]
+    gram = products.symmetric_mm(*((y.mT, y) if tall else (y, y.mT)), out=squares[0])
+    poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=squares[1])
     left, right = (y, poly) if tall else (poly, y)
     result, summed = (empty_batch(y.shape, y.dtype, y.device) for _ in range(2))
     return [

@@ -47,7 +47,7 @@ from torch.torch_version import TorchVersion
 
 from shardmuon.comm.groups import group_ranks
 from shardmuon.layout.engines.base import Claim, Engine, Group
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
+from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
@@ -270,7 +270,7 @@ def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
     home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
-    return mark_flat(shard, FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
+    return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 
 class DeepSpeedEngine(Engine):

@@ -21,15 +21,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.host import Host, Stepped, caller
-from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
-from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed, tell_chunk
-from shardmuon.layout.grid import Grid
-from shardmuon.layout.mesh import Cut, Extent, rows_of_part
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored
+from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
+from shardmuon.layout.mesh import Cut
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -69,7 +69,7 @@ class MegatronFSDPEngine(DTensorEngine):
         mesh, ranks = mesh_key(param.device_mesh)
         place, shape, local = _place_of(param), tuple(param.shape), tuple(self.storage(param).shape)
         rows = range(place.row, place.row + local[0])
-        held, stored = rows_of_part(shape, place.cut, place.part, place.num_parts, rows)
+        held, stored = place.cut.rows_of_part(shape, place.part, place.num_parts, rows)
         if local != stored:
             raise ValueError(f"rank {my_rank()} stores shape {local} of rows {rows} of it, which should be {stored}")
         text = f"Megatron-FSDP's {placed(param)}, along dim {place.cut.dim} with stride {place.cut.stride}"
@@ -184,10 +184,22 @@ def _mark(storage: Tensor, param: DTensor) -> None:
     """Attach to a state tensor's local storage its offsets in the global tensor, which torch.distributed.checkpoint
     uses instead of the placements. Tensor-parallel parts are saved one after another, even if the parameter is cut with
     a stride, as in Megatron-FSDP's checkpoints of weights."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     place, offsets = _place_of(param), [0] * storage.ndim
     offsets[0] = place.row
     offsets[place.cut.dim] += place.part * -(-param.shape[place.cut.dim] // place.num_parts)
-    tell_chunk(storage, tuple(offsets))
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
+
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # no reference to `storage` (cycle)
+        if not chunk.sizes.numel():
+            return []
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    storage.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+    storage.__create_write_items__ = write_items  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------ wrapping

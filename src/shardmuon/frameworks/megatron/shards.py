@@ -38,8 +38,8 @@ from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import about
 from shardmuon.host import Host, Progress, Stepped, Weight, caller
-from shardmuon.layout.engines.flat import FlatShard, mark_flat
-from shardmuon.layout.engines.tensor_parallel import cut_of
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.step.kept import carry, carry_by_position, check_carried, loaded_over, take_carried
@@ -253,7 +253,7 @@ def distributed_optimizer(
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
-                group["params"].append(mark_flat(shard, _flat_shard(param, start, process_group, tp_group)))
+                group["params"].append(_flat_shard(param, start, process_group, tp_group).mark(shard))
     wrapped.shardmuon = muon.hosts[0] = _ShardHost(muon, shards)
     return wrapped
 
@@ -262,7 +262,7 @@ def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) ->
     """Describe a shard that begins at element `start` of the flattened parameter. Raises ValueError if the parameter's
     tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid."""
     shards = GroupRef.of(tp_group, "tp_group")
-    cut = None if shards is None else cut_of(param)
+    cut = None if shards is None else TensorParallelEngine(shards).cut(param)
     shape = list(param.shape)
     if cut is not None and shards is not None:
         shape[cut.dim] *= len(shards.ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines.base import PLAIN, Engine, Group, engine_of, register
+from shardmuon.layout.engines.base import Engine, Group, engine_of, register
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.engines.fsdp1 import FSDP1Engine, refuse_flat
@@ -29,7 +29,7 @@ def sharing(param: Tensor, group: Group) -> Engine:
         ValueError: The engine cannot be determined; the message lacks the parameter's name.
     """
     engine = engine_of(param)
-    if engine is PLAIN:
+    if type(engine) is Engine:
         shards = GroupRef.of(group.get("tp_group"), "tp_group")
         return TensorParallelEngine(shards) if shards is not None and shards.ranks else engine
     refuse_flat(param)

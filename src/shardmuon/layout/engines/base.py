@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_bare, is_dtensor
+from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef, Ranks, my_rank
-from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.mesh import Extent, same_storage
-from shardmuon.layout.pieces import Held, whole
+from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
 NONE, READY, MISPLACED = 0, 1, 2  # gradient states: missing; placed like the parameter; placed otherwise
@@ -49,6 +48,40 @@ def names_of(group: Group) -> Sequence[str]:
 def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
     """List the (name, parameter) pairs of a group, with names from `name_of`."""
     return [(name_of(group, index, position), param) for position, param in enumerate(group["params"])]
+
+
+Grid = tuple[Ranks, ...]  # ranks that share a tensor; for each replica: those that store its parts, in part order
+
+
+class Ties(NamedTuple):
+    """The ranks with which one rank shares a tensor, as far as that rank knows: its own row and column of the grid of
+    ranks. The rest of the grid follows from what the other ranks report.
+
+    Attributes:
+        parts: Ranks that store the parts of this rank's replica, in part order; only this rank if the tensor is
+            not cut.
+        mates: Ranks that store the same part as this rank, ascending. They replicate the part or shard it further.
+    """
+
+    parts: Ranks
+    mates: Ranks
+
+    @property
+    def sets(self) -> tuple[Ranks, ...]:
+        """The two sets of ranks, each ascending; a single set if they are equal."""
+        return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
+
+
+class Extent(NamedTuple):
+    """One rank's local storage of a tensor.
+
+    Attributes:
+        shape: Shape of the storage.
+        held: Pieces in the storage, if other ranks cannot compute them from the shape; otherwise empty.
+    """
+
+    shape: Ints
+    held: tuple[Held, ...] = ()
 
 
 class Claim(NamedTuple):
@@ -103,12 +136,12 @@ class Engine:
         can still be sent to these ranks.
 
         If each rank stores one part, in rank order, return `Ties(<ranks in order of parts>, (my_rank(),))`; if a
-        `process_group` also joins the replicas of a part, the second field is `mates_of(group)`. If a group cuts the
-        tensor at arbitrary elements, and each rank's claim gives the position of its part, return
+        `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. If a
+        group cuts the tensor at arbitrary elements, and each rank's claim gives the position of its part, return
         `Ties((my_rank(),), <ranks of the group>)`. If ranks name different groups, some of them wait until the
         time-out, since no single rank can detect the difference.
         """
-        return Ties((my_rank(),), mates_of(group))
+        return Ties((my_rank(),), _mates_of(group))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         """Describe the tensor's placement as far as this rank knows it. If this method raises an error, all ranks that
@@ -120,7 +153,7 @@ class Engine:
                 f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
                 "this rank alone"
             )
-        ranks, shape = mates_of(group), tuple(param.shape)
+        ranks, shape = _mates_of(group), tuple(param.shape)
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
         return Claim((shape,), text, Extent(shape))
 
@@ -142,7 +175,7 @@ class Engine:
             ValueError: The claims do not fit together.
         """
         shape = extents[grid[0][0]].shape
-        return shape, dict.fromkeys(extents, whole(shape))
+        return shape, dict.fromkeys(extents, (Held.whole(shape),))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """List the process groups in the options of the parameter's group, as groups, references or None. Subclasses
@@ -154,6 +187,9 @@ class Engine:
         rank separately, and an error on a single rank would leave the other ranks waiting in their first step. Checks
         that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
         return tuple(param.shape)
+
+    def remember(self, param: Tensor, shape: Ints) -> None:
+        """Note the global shape on the parameter, now that ranks have told it, if a rank alone cannot find it."""
 
     def signature(self, param: Tensor) -> object:
         """Return a value that changes whenever the parameter's layout, communication dtype or device may have changed.
@@ -217,7 +253,7 @@ class Engine:
         other parameters of this engine have gradients."""
         return False
 
-    # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/table.py
+    # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's
@@ -235,8 +271,8 @@ class Engine:
         return value.detach()
 
 
-PLAIN = Engine()
-_ENGINES = [PLAIN]  # tried in order; the last one recognizes every tensor
+_PLAIN = Engine()
+_ENGINES = [_PLAIN]  # tried in order; the last one recognizes every tensor
 
 
 def register(engine: Engine) -> None:
@@ -247,11 +283,12 @@ def register(engine: Engine) -> None:
 def engine_of(param: Tensor) -> Engine:
     """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
     `engine_for` instead, which also reads the options of the parameter group."""
-    if not is_bare(param):
+    # a plain tensor without attributes, which frameworks set on tensors that they own, is no engine's
+    if type(param) not in (Tensor, torch.nn.Parameter) or param.__dict__:
         for engine in _ENGINES:
             if engine.recognizes(param):
                 return engine
-    return PLAIN
+    return _PLAIN
 
 
 def is_marked(param: Tensor) -> bool:
@@ -261,15 +298,8 @@ def is_marked(param: Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", dim is not None)) and dim != -1
 
 
-def mates_of(group: Group) -> Ranks:
+def _mates_of(group: Group) -> Ranks:
     """Return the ranks, ascending, that hold replicas of a group's plain tensors. Without a process group, this is only
     this rank."""
     found = GroupRef.of(group.get("process_group"))
     return (my_rank(),) if found is None or not found.ranks else tuple(sorted(found.ranks))
-
-
-def is_own(group: Group) -> bool:
-    """True if a parameter group's option `process_group=()` declares that its plain tensors exist on this rank only, as
-    experts do."""
-    found = GroupRef.of(group.get("process_group"))
-    return found is not None and not found.ranks

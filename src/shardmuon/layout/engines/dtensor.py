@@ -19,12 +19,10 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.layout import mesh as meshes
-from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
-from shardmuon.layout.grid import Grid, Ties
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, Ties
 from shardmuon.layout.views import Ints, row_major
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DeviceMesh, DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -53,10 +51,10 @@ class DTensorEngine(Engine):
                 f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}; leave it out of this rank's "
                 "groups"
             )
-        form = tuple(param.shape), mesh, ranks, cuts_of(param.placements)
-        return Claim(form, placed(param), meshes.Extent(tuple(param._local_tensor.shape)))
+        form = tuple(param.shape), mesh, ranks, _cuts_of(param.placements)
+        return Claim(form, placed(param), Extent(tuple(param._local_tensor.shape)))
 
-    def stored(self, form: tuple[Any, ...], extents: Mapping[int, meshes.Extent], grid: Grid) -> Stored:
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         shape, mesh, ranks, placements = form
         found = dict(zip(ranks, meshes.reading(shape, mesh, placements), strict=True))
         if not all(meshes.same_storage(implied, extents[rank].shape) for rank, (_, implied) in found.items()):
@@ -104,7 +102,17 @@ class DTensorEngine(Engine):
                 f"its gradient of shape {tuple(grad.shape)} is placed {placed(grad)}, the parameter of shape "
                 f"{tuple(param.shape)} {placed(param)}. Redistribute the gradient to the parameter's mesh"
             )
-        return bool(grad.placements == param.placements)
+        if grad.placements == param.placements:
+            return True
+        stored = tuple(param._local_tensor.shape)
+        if self.believes_placements and not meshes.same_storage(
+            _implied(tuple(param.shape), param.device_mesh, param.placements), stored
+        ):
+            raise ValueError(
+                f"its gradient is placed unlike the parameter, which stores shape {stored} here and not what its "
+                f"placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
+            )
+        return False
 
     def align(self, grad: Any, param: Any) -> Tensor:
         return cast(Tensor, grad.redistribute(placements=param.placements))
@@ -158,7 +166,7 @@ def placed(tensor: DTensor) -> str:
     return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
 
 
-def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
+def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]:
     """Convert DTensor placements to plain data.
 
     Raises:
@@ -181,36 +189,6 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
     return tuple(found)
 
 
-def lies_as_placed(param: DTensor) -> bool:
-    """True if the shape of this rank's storage matches the parameter's placements. Only then can another tensor be
-    redistributed to these placements and match the storage."""
-    implied = _implied(tuple(param.shape), param.device_mesh, param.placements)
-    return meshes.same_storage(implied, tuple(param._local_tensor.shape))
-
-
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
     """Compute the shape of this rank's local part of a tensor with this global shape and these placements."""
-    return meshes.read_at(shape, tuple(mesh.shape), cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]
-
-
-# ----------------------------------------------------------------------------------- metadata for torch's checkpoints
-
-
-def tell_chunk(
-    local: Tensor,  # the DTensor's own local tensor
-    offsets: tuple[int, ...],  # index in the global tensor of the first element of `local`
-) -> None:
-    """Attach methods to `local` from which torch's checkpoints learn its offsets in the global tensor."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=local.size())
-
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # no reference to `local` (cycle)
-        if not chunk.sizes.numel():
-            return []
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
-        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-    local.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
-    local.__create_write_items__ = write_items  # type: ignore[attr-defined]
+    return meshes.read_at(shape, tuple(mesh.shape), _cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]

@@ -1,8 +1,8 @@
 """1-D shards that cut a matrix at arbitrary elements: ZeRO's partitions and Megatron's distributed optimizer.
 
-The code that creates a shard calls `mark_flat` to attach a description: which tensor the shard belongs to, and at which
-element it begins. When a plan is made, ranks exchange their element ranges, which must cover the tensor exactly once. A
-rank that stores nothing has an empty shard.
+The code that creates a shard attaches a description to it (`FlatShard.mark`): which tensor the shard belongs to, and at
+which element it begins. When a plan is made, ranks exchange their element ranges, which must cover the tensor exactly
+once. A rank that stores nothing has an empty shard.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
-from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
-from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.mesh import Cut, Extent, flat_part
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, Ties
+from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.views import Ints
 
 
@@ -67,15 +66,15 @@ class FlatShard:
                 "with use_muon=False"
             )
 
-
-def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
-    """Mark a 1-D tensor as the shard that `info` describes. Returns the tensor."""
-    tensor._shardmuon_flat = info  # type: ignore[attr-defined]
-    return tensor
+    def mark(self, tensor: Tensor) -> Tensor:
+        """Mark a 1-D tensor as this shard. Returns the tensor."""
+        tensor._shardmuon_flat = self  # type: ignore[attr-defined]
+        tensor._shardmuon_home = self.home  # type: ignore[attr-defined]
+        return tensor
 
 
 class FlatEngine(Engine):
-    """Engine for 1-D shards marked by `mark_flat`."""
+    """Engine for 1-D shards marked by `FlatShard.mark`."""
 
     plain_shards = True
 
@@ -83,7 +82,7 @@ class FlatEngine(Engine):
         return hasattr(param, "_shardmuon_flat")
 
     def info(self, param: Tensor) -> FlatShard:
-        """Return the description that `mark_flat` has attached to the shard."""
+        """Return the description that `FlatShard.mark` has attached to the shard."""
         info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
         return info
 
@@ -115,10 +114,3 @@ class FlatEngine(Engine):
 
     def signature(self, param: Tensor) -> object:
         return super().signature(param), self.info(param)
-
-
-def home_of(param: Tensor) -> torch.device | None:
-    """Return the accelerator from which a flat shard was offloaded to the CPU; None for other tensors."""
-    info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
-    home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
-    return home if param.device.type == "cpu" else None

@@ -53,19 +53,31 @@ class UnitPlace(NamedTuple):
         unit = self.unit()
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
+    @staticmethod
+    def of(param: Tensor) -> UnitPlace | None:
+        """Find a parameter's location in the FSDP1 units. None: FSDP1 does not manage it, or its model is not found."""
+        if not is_flattened(param):
+            return None
+        found: UnitPlace | None = _PLACES.get(param)
+        if found is None or not found.holds(param):
+            _PLACES.pop(param, None)
+            UnitPlace.learn(gc.get_objects())  # search all objects, since a parameter has no reference to its unit
+            found = _PLACES.get(param)
+        return found
+
+    @staticmethod
+    def learn(objects: Iterable[Any]) -> None:
+        """Find the FSDP1 units among these objects, and record the location of each of their parameters. Units whose
+        process group has been destroyed are skipped."""
+        module: Any = sys.modules.get("torch.distributed.fsdp")
+        kind = None if module is None else module.FullyShardedDataParallel
+        for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
+            handle: Any = getattr(unit, "_handle", None)  # None: no own parameters, or not yet built
+            if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
+                _note(unit, handle, handle.flat_param)
+
 
 _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace
-
-
-def know(objects: Iterable[Any]) -> None:
-    """Find the FSDP1 units among these objects, and record the location of each of their parameters. Units whose
-    process group has been destroyed are skipped."""
-    module: Any = sys.modules.get("torch.distributed.fsdp")
-    kind = None if module is None else module.FullyShardedDataParallel
-    for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-        handle: Any = getattr(unit, "_handle", None)  # None: no own parameters, or not yet built
-        if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
-            _note(unit, handle, handle.flat_param)
 
 
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
@@ -91,21 +103,9 @@ def is_flattened(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
-def place_of(param: Tensor) -> UnitPlace | None:
-    """Find a parameter's location in the FSDP1 units. None: FSDP1 does not manage it, or its model is not found."""
-    if not is_flattened(param):
-        return None
-    found: UnitPlace | None = _PLACES.get(param)
-    if found is None or not found.holds(param):
-        _PLACES.pop(param, None)
-        know(gc.get_objects())  # search all objects, since a parameter has no reference to its unit
-        found = _PLACES.get(param)
-    return found
-
-
 def _found(param: Tensor) -> UnitPlace:
     refuse_flat(param)
-    place = place_of(param)
+    place = UnitPlace.of(param)
     if place is None:
         raise ValueError(
             "FSDP1 has put it into a flat parameter, and its wrapped model cannot be found. Keep the model, and make "
@@ -125,7 +125,7 @@ def refuse_flat(param: Tensor) -> None:
 
 def lies_elsewhere(param: Tensor) -> bool:
     """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
-    place = place_of(param)
+    place = UnitPlace.of(param)
     return place is not None and place.numel == 0
 
 
@@ -133,7 +133,7 @@ class FSDP1Engine(FlatEngine):
     """Engine for original parameters of FSDP1 (`use_orig_params=True`)."""
 
     def recognizes(self, param: Tensor) -> bool:
-        place = place_of(param)
+        place = UnitPlace.of(param)
         return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD leaves a plain tensor
 
     def info(self, param: Tensor) -> FlatShard:

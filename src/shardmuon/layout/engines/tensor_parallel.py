@@ -20,11 +20,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines.base import Claim, Engine, Group, Stored, is_marked, mates_of
-from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.mesh import Cut, Extent, at_dim, parts_of
-from shardmuon.layout.pieces import whole
-from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, Ties, is_marked
+from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints
 
 
@@ -41,16 +38,29 @@ class TensorParallelEngine(Engine):
     shards: GroupRef
 
     def cut(self, param: Tensor) -> Cut | None:
-        """Return the dim and stride along which the group cuts the tensor; None if every rank has the whole tensor.
+        """Read the dim and stride along which the group cuts the tensor from its attributes; None if every rank has the
+        whole tensor.
 
         Raises:
             ValueError: The tensor's attributes name an invalid dim or stride.
         """
-        cut = cut_of(param)
-        return cut if len(self.shards.ranks) > 1 else None
+        if not is_marked(param):
+            return None
+        dim = getattr(param, "partition_dim", None)
+        if not isinstance(dim, int) or not 0 <= dim < param.ndim:
+            raise ValueError(
+                f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a "
+                f"matrix, but partition_dim={dim!r} is no dim of it. Write param.partition_dim = d for the dim that is "
+                f"cut, 0 to {param.ndim - 1}, or -1 for none (DeepSpeed's AutoTP sets none: 0 for a layer of "
+                "partition_type column, 1 for row)"
+            )
+        stride = getattr(param, "partition_stride", 1)
+        if not isinstance(stride, int) or stride < 1:
+            raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
+        return Cut(dim, stride) if len(self.shards.ranks) > 1 else None
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        return Ties(self.shards.ranks, mates_of(group))
+        return Ties(self.shards.ranks, Engine.ties(self, param, group).mates)
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         cut, shape = self.cut(param), tuple(param.shape)
@@ -58,18 +68,18 @@ class TensorParallelEngine(Engine):
             return Claim((shape, None), "a plain tensor replicated over tensor-parallel ranks", Extent(shape))
         stride = f" with stride {cut.stride}" if cut.stride > 1 else ""
         text = f"a plain tensor cut along dim {cut.dim}{stride} over {len(self.shards.ranks)} tensor-parallel ranks"
-        return Claim((at_dim(shape, cut.dim, -1), cut), text, Extent(shape))
+        return Claim((_at_dim(shape, cut.dim, -1), cut), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        shape, cut = extents[grid[0][0]].shape, form[1]
+        cut = form[1]
         if cut is None:
-            return shape, dict.fromkeys(extents, whole(shape))
+            return Engine.stored(self, form, extents, grid)
         sizes = {row: tuple(extents[rank].shape[cut.dim] for rank in row) for row in grid}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"the shards of replicas have different sizes along dim {cut.dim}: {sizes}")
         of_row = sizes[grid[0]]
-        shape = at_dim(shape, cut.dim, sum(of_row))
-        parts = parts_of(shape, cut, of_row)
+        shape = _at_dim(extents[grid[0][0]].shape, cut.dim, sum(of_row))
+        parts = cut.parts(shape, of_row)
         return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
@@ -84,39 +94,19 @@ class TensorParallelEngine(Engine):
         cut, shape = self.cut(param), tuple(param.shape)
         if cut is None:
             return shape
-        return self._known(param) or at_dim(shape, cut.dim, shape[cut.dim] * len(self.shards.ranks))
+        return self._known(param) or _at_dim(shape, cut.dim, shape[cut.dim] * len(self.shards.ranks))
+
+    def remember(self, param: Tensor, shape: Ints) -> None:
+        param._shardmuon_whole = self.signature(param), shape  # type: ignore[attr-defined]
 
     def _known(self, param: Tensor) -> Ints | None:
         found: tuple[object, Ints] | None = getattr(param, "_shardmuon_whole", None)
         return found[1] if found is not None and found[0] == self.signature(param) else None
 
 
-def remember_shape(engine: Engine, param: Tensor, layout: ParamLayout) -> None:
-    """Store the global shape of a tensor-parallel shard on the parameter."""
-    if isinstance(engine, TensorParallelEngine):
-        param._shardmuon_whole = engine.signature(param), layout.view.shape  # type: ignore[attr-defined]
-
-
-def cut_of(param: Tensor) -> Cut | None:
-    """Read the dim and stride of a plain tensor's cut from its attributes. None: the tensor is not cut.
-
-    Raises:
-        ValueError: The attributes name an invalid dim or stride.
-    """
-    if not is_marked(param):
-        return None
-    dim = getattr(param, "partition_dim", None)
-    if not isinstance(dim, int) or not 0 <= dim < param.ndim:
-        raise ValueError(
-            f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a matrix, "
-            f"but partition_dim={dim!r} is no dim of it. Write param.partition_dim = d for the dim that is cut, 0 to "
-            f"{param.ndim - 1}, or -1 for none (DeepSpeed's AutoTP sets none: 0 for a layer of partition_type column, "
-            "1 for row)"
-        )
-    stride = getattr(param, "partition_stride", 1)
-    if not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
-    return Cut(dim, stride)
+def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
+    """Copy `numbers` with `value` at position `dim`."""
+    return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:

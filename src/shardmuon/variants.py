@@ -1,0 +1,518 @@
+"""Variants of Muon: computations (stages) that are added before or after the orthogonalization, or after the update of
+the weights. Each variant has a row in `VARIANTS`; the docstring of each stage has its formula and source.
+
+A group's `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages before the orthogonalization
+run first, then stages after it, then stages on weights. Stages of one kind run in the order in which the variants are
+named.
+
+[Note: stages]
+    A step of Muon updates the momentum, orthogonalizes it, and updates the weights. A stage runs at one of three
+    places:
+
+    before    on the input of the orthogonalization, a whole matrix, on the rank that owns the matrix
+    after     on the orthogonalized matrix, on its owner, before it is multiplied by the learning rate
+    weights   on the updated weights: the stage gets the norm of each whole matrix and returns a factor for each
+
+    The owner of a matrix is the rank that orthogonalizes it, so it has the whole matrix however weights are sharded. A
+    stage before the orthogonalization reads the matrix itself; a stage after it reads the norm of the matrix or of its
+    rows or columns. Therefore these stages need no knowledge of shards and no communication, and they give the same
+    bits with any sharding.
+
+[Note: what a stage keeps]
+    A stage that runs after the orthogonalization or on weights may store `num_kept` fp32 numbers per matrix from one
+    step to the next. They are optimizer state under the stage's `key`: a tensor of shape (number of stacked matrices or
+    1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these numbers, so that any of
+    these ranks can become the owner (under another plan, with another sharding, or from a checkpoint). If `travels` is
+    True, owners send the changed numbers to the other ranks, bit for bit, in the same exchange as the results. State
+    that all ranks compute identically, such as that of stages on weights, is not sent. Stages with the same `key` share
+    their state.
+
+[Note: to add one]
+    A new stage requires changes in six files. Besides this file, read one example in it: `HyperballUpdate` for a factor
+    per matrix, `NorMuon` for a factor per row or column, `MuonEq` for a stage before the orthogonalization,
+    `HyperballWeight` for a stage on weights. Add rows at the end of each table.
+    1. In this file, a subclass of `BeforeStage`, `AfterStage` or `WeightStage`; a frozen dataclass if it has fields,
+       because its `repr` must show them. Its docstring gives the formula, the source ("ours" if nobody published it),
+       and the differences from the source. The lines of an `AfterStage` are the rows of tall matrices and the columns
+       of wide ones; `scaled_` supports no others.
+    2. A row in `VARIANTS`, at the end of this file: the name that users write, and the stages.
+    3. A row in `FORMULAS` (auditing/reference.py) for each stage: the same formula in fp64, written independently.
+    4. A row in `CASES` (tests/variant_cases.py). Start with placeholders: (0, 0) launches and any name for the audit's
+       finding. The failing tests then print the right values.
+    5. A row in the first table of docs/variants.md (source: a link, or "ours"). If the stage changes the size of
+       updates, say there what lr and the default adamw_lr then mean.
+    6. A line in CHANGELOG.md.
+
+    `pytest -k "<name> or <Stage>" tests/variants tests/auditing tests/step/test_cuda_shape.py` shows in a minute
+    whether the stage works. The other tests read these tables, too. They check the formula, matrices of zeros, that a
+    matrix gets the same bits alone and in a batch, layouts, checkpoints, audits and accelerators, and that audits
+    notice if the stage is skipped. Steps, plans, checkpoints and `shardmuon verify` have no code for particular
+    variants: they use only the attributes that a stage declares.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import foreach_copy_, foreach_norm
+
+# ---------------------------------------------------------------------------------------------------------------- norms
+
+
+def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # (count, size or more)
+    """Allocate rows of uninitialized numbers in at least fp32. Each row starts at a multiple of 64 bytes, which are 16
+    fp32 elements."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return torch.empty(count, -(-size // 16) * 16, dtype=wide, device=like.device)
+
+
+class Norms:
+    """Norms of the matrices of a batch and of their lines, in at least fp32, computed from one read of each matrix.
+
+    Lines are the rows of a matrix with rows >= cols, else its columns. A tensor of norms has one number per matrix,
+    (B, 1), or one per line, (B, P). P is the number of lines, padded so that the numbers of each matrix start at a
+    multiple of 64 bytes: kernels sum in another order where memory is not aligned. The padding is uninitialized. All
+    other operations on these numbers are elementwise and round in the same way at any position in a vector.
+
+    Args:
+        x: (B, rows, cols), not written to. Each matrix is summed separately, so that its bits do not depend on the rest
+            of the batch.
+        of_lines: True to compute `means` as well.
+
+    Attributes:
+        means: (B, P), the mean square of the elements of each line; None without `of_lines`.
+        shape: (B, rows, cols).
+        num_lines: Number of lines per matrix.
+    """
+
+    def __init__(self, x: Tensor, of_lines: bool) -> None:
+        count, rows, cols = self.shape = x.shape
+        self.num_lines, self._side = max(rows, cols), min(rows, cols)
+        self._whole: Tensor | None = None
+        self.means: Tensor | None = None
+        if not of_lines:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            self._whole = torch.stack(foreach_norm(list(map(_aligned, x.unbind(0))), 2, wide)).unsqueeze(1)
+            return
+        means = _aligned_rows(count, self.num_lines, x)
+        for matrix, target in zip(x.split(1), means.narrow(1, 0, self.num_lines).split(1), strict=True):
+            _line_norms(_aligned(matrix), -1 if rows >= cols else -2, target)
+        self.means = means.square_().mul_(1 / self._side)
+
+    @property
+    def whole(self) -> Tensor:  # (B, 1)
+        """The Frobenius norm of each matrix (not squared)."""
+        if self._whole is None:
+            assert self.means is not None, "one of the two is known"
+            self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
+        return self._whole
+
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (B, P) each, not negative -> (B, 1) each
+        """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
+        lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
+        found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
+        return found
+
+    def scale_(self, factor: Tensor) -> None:  # (B, 1) or (B, P)
+        """Multiply these norms by the factor by which the matrices, or their lines, are multiplied."""
+        if self.means is not None:
+            self.means = factor.square() * self.means
+        of_lines = factor.shape[1] > 1
+        self._whole = None if of_lines or self._whole is None else self._whole * factor
+
+    def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
+        """Stack the state tensors of all matrices into one tensor: (B, num_kept), or (B, P) if `of_lines`."""
+        if not of_lines:
+            return torch.stack(list(rows))
+        found = _aligned_rows(len(rows), self.num_lines, rows[0])
+        foreach_copy_(found.narrow(1, 0, self.num_lines).unbind(0), rows)
+        return found
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return the tensor itself if its memory starts at a multiple of 64 bytes, else a copy whose memory does."""
+    return x if x.data_ptr() % 64 == 0 else x.clone()
+
+
+def _line_norms(
+    x: Tensor,  # (B, m, n), not written to
+    dim: int,  # -1: norms of rows; -2: norms of columns
+    out: Tensor | None = None,
+) -> Tensor:  # (B, m) or (B, n), at least fp32
+    """Euclidean norms of rows or columns, accumulated in at least fp32.
+
+    On CPUs, `vector_norm` along a dim that is not the last one in memory takes five to ten times as long as a sum. In
+    this case, the norm is computed from a sum of squares.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    last_in_memory = -1 if x.is_contiguous() else -2
+    if dim == last_in_memory or x.device.type != "cpu":
+        norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=wide, out=out)
+        return norms
+    return torch.sum(x.to(wide).square(), dim, out=out).sqrt_()
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+class Stage:
+    """Base class of stages, the computations that variants add to a step. Stages with equal `repr` count as equal, when
+    ranks compare their stages and when matrices with equal stages are put into one batch.
+
+    Attributes:
+        key: Key of the stage's state in the optimizer's state; "" for a stage without state.
+        travels: True if the owner of a matrix changes the state and sends it to every other rank that stores it.
+        decays: False if the stage undoes what weight decay does, so that the two cannot be combined.
+    """
+
+    key: ClassVar[str] = ""
+    travels: ClassVar[bool] = True
+    decays: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 without state."""
+        return 0
+
+
+class BeforeStage(Stage):
+    """Stage on the input of the orthogonalization, without state. It runs on whole matrices of one shape."""
+
+    def run_(
+        self,
+        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere
+    ) -> None:
+        """Transform the matrices in place, and scale each to Frobenius norm 1, so that the orthogonalization need not.
+
+        Implementations must sum each matrix separately, so that its bits do not depend on the rest of the batch. They
+        must not wait for the device, and must leave matrices of zeros unchanged.
+        """
+        raise NotImplementedError
+
+
+class AfterStage(Stage):
+    """Stage on the orthogonalized matrix: multiplies each matrix, or each of its lines, by a factor. Lines are the rows
+    of a matrix with rows >= cols, else its columns.
+
+    The factors of all stages after the orthogonalization are computed from one read of the matrix and applied in one
+    pass (`scaled_`).
+
+    Attributes:
+        of_lines: True if the factor and the state have one number per line. False: the factor has one per matrix.
+    """
+
+    of_lines: ClassVar[bool] = False
+
+    def factor(
+        self,
+        norms: Norms,  # norms of the B matrices after earlier stages
+        kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
+    ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
+        """Compute the factor by which each matrix or line is multiplied.
+
+        Implementations must not wait for the device. The factor must be finite for a matrix of zeros, which stays zero.
+        Matrices with NaN or Inf need no special care, because their elements stay NaN or Inf.
+
+        `norms.shape` is (B, rows, cols). `norms.whole` (B, 1) is the Frobenius norm of each matrix (not squared). If
+        `of_lines`, `norms.means` (B, P) has the mean square of each line's elements, where P is the number of lines
+        plus padding, and `norms.sums(means)[0]` (B, 1) adds up the lines of each matrix. `_over(a, b)` is a / b for
+        tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for example, return
+        ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
+        """
+        raise NotImplementedError
+
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
+        """Apply this stage alone to a copy of the matrices in at least fp32, and return the copy."""
+        out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
+        return out
+
+
+def scaled_(
+    stages: Sequence[AfterStage],
+    x: Tensor,  # (B, rows, cols), scaled in place
+    kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
+) -> None:
+    """Apply several stages, one after the other, in two passes over the matrices: the first computes norms, the second
+    multiplies by the product of all factors. Zeros stay zeros."""
+    norms = Norms(x, any(stage.of_lines for stage in stages))
+    total: Tensor | None = None
+    for stage in stages:
+        rows = kept.get(stage.key, ())
+        numbers = norms.gathered(rows, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
+        factor = stage.factor(norms, numbers)
+        if rows and stage.travels:
+            foreach_copy_(rows, numbers.narrow(1, 0, len(rows[0])).unbind(0))
+        if stage is not stages[-1]:
+            norms.scale_(factor)
+        total = factor if total is None else total * factor
+    if total is not None:
+        x.mul_(
+            total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2)
+        )
+
+
+def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # (B, 1) each
+    """Divide numbers by norms. The result is 1 where the quotient is NaN or infinite, which happens for matrices of
+    zeros and for matrices with NaN or Inf."""
+    return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
+
+
+class WeightStage(Stage):
+    """Stage on weights after the update. A variant has at most one. A single reduction per step computes the norms of
+    all matrices.
+
+    The state is one number per matrix: the norm before the first step, or 0 while it is not known. Every rank computes
+    the state from the same bits, so it is not sent.
+    """
+
+    travels: ClassVar[bool] = False
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def factor(
+        self,
+        norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices after the update, the same bits on every rank
+        kept: Tensor,  # (N, 1), fp32: the stage's state, updated in place
+    ) -> Tensor:  # (N,), fp64
+        """Compute the factor by which each matrix is multiplied; 1 leaves a matrix unchanged."""
+        raise NotImplementedError
+
+
+# --------------------------------------------------------------------------------------------------------------- MuonEq
+
+# Between these bounds, fp32 computes the norm of a row accurately. A square that underflows is below 2^-126, so 2^20
+# such squares add up to less than 2^-26 of a squared norm, which is above 2^-80. At the upper end, 2^80 is far from
+# overflow.
+_LOW, _HIGH = 2.0**-40, 2.0**40
+
+
+class MuonEq(BeforeStage):
+    """MuonEq's scaling of all rows to the same norm before the orthogonalization. For each row N_i of the matrix N to
+    be orthogonalized (the momentum):
+
+        N_i <- N_i / (||N_i|| sqrt(m))    with m the number of nonzero rows
+
+    Source: https://arxiv.org/abs/2603.28254, its default form R, as in nanochat (nanochat/optim.py). nanochat preserves
+    the mean norm of the rows, which makes no difference: the result of the orthogonalization depends only on the ratios
+    of the norms. nanochat clamps row norms at 1e-6, although rows of small gradients have smaller norms; this class
+    leaves only rows of zeros unscaled.
+    """
+
+    def run_(self, x: Tensor) -> None:
+        if x.device.type == "cpu":  # this fast path saves 3% of a step at d=384 with fp32 products, 6% with bf16
+            norms = _line_norms(x, -1)  # (1, m)
+            low, high = torch.aminmax(norms)
+            if float(low) > _LOW and float(high) < _HIGH:  # False if any norm is NaN or 0 (zeros or underflow)
+                x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
+                return
+        _unit_anyway_(x)
+
+
+def _unit_anyway_(x: Tensor) -> None:  # (B, m, n)
+    """Divide each row by its norm and by the square root of the number of nonzero rows, in place. Works for values of
+    any magnitude, and without a host-device sync.
+
+    Each row is first divided by a power of two, which is exact: its largest magnitude is then 0 or between 1 and 2 (for
+    rows of subnormal numbers, at least 2^-23, or 2^-52 in fp64). This takes two reads of x and two passes that rewrite
+    it, all in x's own dtype; summing in fp64 would need an fp64 copy of x. Each matrix is summed separately, so that
+    its bits do not depend on the rest of the batch; elementwise operations process the whole batch.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
+    # The norms of each matrix start at a multiple of 64 bytes, because they are summed below, and kernels sum in
+    # another order where memory is not aligned. The padding is uninitialized.
+    count, rows = x.shape[:2]
+    room = _aligned_rows(count, rows, x).unsqueeze(-1)
+    norms = room.narrow(1, 0, rows)  # (B, m, 1): 0 only for rows of zeros
+    _norms_into(norms, x, -1)
+    # The square root of the number of nonzero rows is the norm of a vector with the value `least` for each such row,
+    # divided by `least`. It is NaN if any norm is NaN.
+    least = torch.finfo(wide).eps
+    root = torch.empty(count, 1, 1, dtype=wide, device=x.device)
+    _norms_into(root, room.clamp(max=least).narrow(1, 0, rows), -2)
+    x.div_((norms * root.mul_(1 / least)).clamp_(min=least))
+
+
+def _norms_into(
+    out: Tensor,  # (B, m, 1) or (B, 1, 1), overwritten
+    x: Tensor,  # (B, m, n)
+    dim: int,
+) -> None:
+    """Write the Euclidean norms along a dim to `out`, one matrix at a time."""
+    for found, matrix in zip(out.split(1), x.split(1), strict=True):
+        torch.linalg.vector_norm(matrix, dim=dim, keepdim=True, dtype=out.dtype, out=found)
+
+
+def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; overwritten
+    """Round each number down to a power of two by masking its mantissa bits, but at least to the smallest normal
+    number. Infinity and NaN become infinity, so that dividing a row by the result leaves a NaN in rows with either of
+    them."""
+    bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+    size.view(bits).bitwise_and_(mask)
+    return size.clamp_(min=torch.finfo(size.dtype).tiny)
+
+
+# -------------------------------------------------------------------------------------------------------------- NorMuon
+
+
+class NorMuon(AfterStage):
+    """NorMuon's scaling of the rows (or columns) of an orthogonalized matrix O (m x n), with v starting at zero:
+
+        v   <- beta2 v + (1 - beta2) mean(O^2)    along columns (m numbers) where m >= n, else along rows (n numbers)
+        O'  =  O / sqrt(max(v, 1e-10))
+        O'' =  O' ||O||_F / ||O'||_F
+
+    Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
+    `muon_step_fused`), which takes means over the shorter dim. The reason is that orthogonalization gives equal norms
+    to the columns of a tall matrix but not to its rows, and the reverse for a wide matrix. dion (dion/normuon.py)
+    always takes the mean along columns, divides by sqrt(v) + 1e-8, and restores the norm of each shard of a sharded
+    matrix. v needs no bias correction, because the norm is restored.
+
+    Attributes:
+        beta2: Weight of the previous value in the running average v, as in nanochat and the paper.
+    """
+
+    beta2: ClassVar[float] = 0.95
+    key: ClassVar[str] = "second_moment"
+    of_lines: ClassVar[bool] = True
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return max(rows, cols)
+
+    def factor(self, norms: Norms, kept: Tensor) -> Tensor:
+        means = norms.means
+        assert means is not None, "for `of_lines`"
+        kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # as in nanochat
+        # ||O||^2 and ||O'||^2 are proportional, by the same factor, to the sums of the lines' mean squares
+        restored = _over(*norms.sums(means, means / floored))
+        return (restored / floored).sqrt_()
+
+
+# ------------------------------------------------------------------------------------------------------------ Hyperball
+
+
+class HyperballUpdate(AfterStage):
+    """Scaling of the update O to R, the norm at which `HyperballWeight` keeps the weights: O <- R O / ||O||_F.
+
+    State: one fp32 number per matrix, its norm before the first step. 0 means that the norm is not known yet. This is
+    so if torch's checkpointing created the state before any step: the next step then measures the norm before it
+    updates weights. It is also so for a matrix of zeros: its next step is one of plain Muon, and the norm is measured
+    after that step.
+    """
+
+    key: ClassVar[str] = "weight_radius"
+    travels: ClassVar[bool] = False
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def factor(self, norms: Norms, kept: Tensor) -> Tensor:
+        radius = kept.to(norms.whole.dtype)
+        return _over(torch.where(radius > 0, radius, norms.whole), norms.whole)
+
+
+class HyperballWeight(WeightStage):
+    """Hyperball, which keeps the norm of each weight matrix constant. With R = ||W_0||_F:
+
+        W <- R (W - lr R O / ||O||_F) / || same ||_F
+
+    Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py). In
+    that library, the user sets one R for all matrices, each matrix is first scaled to this norm, and a matrix whose
+    norm is nearly 0 becomes 0. In this class, R is the matrix's own norm. A matrix of zeros takes one step of plain
+    Muon, and its R is the norm after this step.
+    """
+
+    key: ClassVar[str] = HyperballUpdate.key
+    decays: ClassVar[bool] = False
+
+    def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
+        radius = kept[:, 0].double()
+        radius = torch.where(radius > 0, radius, norm)
+        kept[:, 0] = radius
+        return _over(radius, norm)
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+Stages = tuple[Stage, ...]
+
+CAUTIOUS = "cautious"  # has no stage; it changes the weight decay, in `apply_` of step/update.py
+VARIANTS: dict[str, Stages] = {
+    "muon_eq": (MuonEq(),),
+    "normuon": (NorMuon(),),
+    "hyperball": (HyperballUpdate(), HyperballWeight()),
+    CAUTIOUS: (),
+}
+
+_STAGES = list(itertools.chain.from_iterable(VARIANTS.values()))
+KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # state keys of all stages
+WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # state keys of weight norms
+_ALL = ", ".join(map(repr, VARIANTS))
+
+
+def names_in(variant: str | None) -> tuple[str, ...]:
+    """Split a group's `variant` into the names of variants; () for None, which is plain Muon.
+
+    Raises:
+        ValueError: `variant` is not text, or a name is unknown or given twice. The message does not name the group.
+    """
+    if variant is None:
+        return ()
+    if not isinstance(variant, str):
+        raise ValueError(
+            f"variant={variant!r} must be None or text: one of {_ALL}, or several joined by '+' ('muon_eq+normuon')"
+        )
+    names = tuple(name.strip() for name in variant.split("+"))
+    for name in names:
+        if name not in VARIANTS:
+            raise ValueError(f"variant={variant!r}: {name!r} is not one of {_ALL}. Join several by '+'")
+        if names.count(name) > 1:
+            raise ValueError(f"variant={variant!r} names {name!r} twice. Name it once")
+    return names
+
+
+def check_variant(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a group's variants cannot be combined with each other or with its weight decay. The message
+    does not name the group."""
+    names = names_in(group.get("variant"))
+    for name in names:
+        if all(stage.decays for stage in VARIANTS[name]):
+            continue
+        if CAUTIOUS in names:
+            raise ValueError(
+                f"variant={group['variant']!r}: {name!r} keeps the norm of weights, which do not decay then, "
+                f"cautiously or not. Leave {CAUTIOUS!r} out"
+            )
+        if float(group.get("weight_decay", 0.0)) != 0.0:
+            raise ValueError(
+                f"variant={group['variant']!r}: {name!r} keeps the norm of weights, so weight_decay="
+                f"{group['weight_decay']!r} would do nothing but turn them. Write weight_decay=0.0"
+            )
+
+
+def stages_of(group: Mapping[str, Any]) -> Stages:
+    """Return the stages of a group's variant, in the order in which they run; () for plain Muon.
+
+    Raises:
+        ValueError: The group's `variant` is invalid.
+    """
+    found = [stage for name in names_in(group.get("variant")) for stage in VARIANTS[name]]
+    places = (BeforeStage, AfterStage, WeightStage)
+    return tuple(stage for place in places for stage in found if isinstance(stage, place))
+
+
+def keeping(stages: Stages) -> Stages:
+    """Select the stages that have state, one for each state `key` (the first). A parameter has one state tensor for
+    each of them, in this order."""
+    first = {stage.key: stage for stage in reversed(stages) if stage.key}
+    return tuple(stage for stage in stages if first.get(stage.key) is stage)
