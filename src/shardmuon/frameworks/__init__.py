@@ -3,8 +3,7 @@ file registers the integrations. They may import anything except `commands` and 
 them.
 """
 
-from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
-from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
+from shardmuon.frameworks.deepspeed import DeepSpeedEngine, DeepSpeedHost
 from shardmuon.frameworks.fsdp1 import FSDP1Host
 from shardmuon.frameworks.megatron.fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
