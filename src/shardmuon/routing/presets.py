@@ -144,8 +144,6 @@ _WITH_POSITION_BIASES = (
 _DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention")
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 _MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
-_EXPERTS = ("*Experts",)
-_WORDS = ("is_transposed", "is_concatenated")  # attributes of transformers' experts that tell how weights are stored
 _KNOWN_EXPERTS = (
     *("Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts", "MixtralExperts", "DeepseekV3Experts"),
     *("GptOssExperts", "Llama4TextExperts"),
@@ -246,7 +244,7 @@ _PRESETS: tuple[_Preset, ...] = (
     # experts: known classes, and other classes with transformers' attributes that tell how weights are stored
     *(
         preset
-        for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
+        for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))
         for preset in (
             _Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, has=has),
             _Preset(types, "up_proj", "stack of experts", _stack, has=has),

@@ -23,23 +23,14 @@ from shardmuon.layout.engines.fsdp1 import know, refuse_flat
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_hint
 
-_NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,  # BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
-)
 _Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
-# Attributes that hold the number of rows of a linear layer's weight: `out_features` in torch and TransformerEngine, the
-# other two in Megatron.
-_NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
-# Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# Wrappers of torch and Megatron that store the model as `module`; matched by name, so Megatron need not be installed.
-_KEEP_A_MODULE = (
+# Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing; and wrappers of
+# torch and Megatron that store it as `module`, by name, since Megatron need not be installed.
+_KEEP = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_KEEP_AS_MODULE = {
     *("DistributedDataParallel", "DataParallel"),
     *("MegatronFSDP", "FullyShardedDataParallel", "Float16Module"),
-)
+}
 
 
 class Place(NamedTuple):
@@ -82,35 +73,32 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
     modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
     know(module for _, module in walked)
     order = 0
-    for path, module in walked:
+    for prefix, module in walked:
         for leaf, param in module._parameters.items():
             if param is None:
                 continue
-            name = _joined(path, leaf)
+            name = prefix + leaf
             with about(name):
                 refuse_flat(param)
-            parts = path.split(".") if path else []
+            parts = prefix.split(".")[:-1]
             if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
                 *parts, _, leaf = parts
-            above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
-            owners = tuple((name[len(at) + 1 :] if at else name, modules[at]) for at in above)
+            above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
+            owners = tuple((name.removeprefix(at), modules[at]) for at in above)
             found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
             order += 1
     return [(param, tuple(places)) for param, places in found.values()]
 
 
-def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for every module in model order. A wrapper and the wrapped module get the same name."""
-    yield name, module
-    keeps = any(t.__name__ in _KEEP_A_MODULE for t in type(module).__mro__)
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix of its parameters' names, module) for every module in model order. A wrapper and the wrapped module
+    get the same prefix."""
+    yield prefix, module
+    keeps = any(t.__name__ in _KEEP_AS_MODULE for t in type(module).__mro__)
     for key, child in module._modules.items():
         if child is not None:
-            wraps = key in _WRAPPERS or (keeps and key == "module")
-            yield from _walk(child, name if wraps else _joined(name, key))
-
-
-def _joined(path: str, leaf: str) -> str:
-    return f"{path}.{leaf}" if path else leaf
+            wraps = key in _KEEP or (keeps and key == "module")
+            yield from _walk(child, prefix if wraps else f"{prefix}{key}.")
 
 
 # ---------------------------------------------------------------------------------------------------- logical shape
@@ -178,7 +166,8 @@ def role_of(
 
 def _role_at(place: Place, shape: Ints) -> Role:
     module = place.module
-    if isinstance(module, _NORMS):
+    # `_NormBase`: BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return Role("norm", "norm", reads=shape[-1:], decays=False)
     num_dims = 2 + len(module.kernel_size) if isinstance(module, _Convolution) else 2
     always = is_table(module) or isinstance(module, (nn.Linear, _Convolution))
@@ -234,7 +223,9 @@ def _by_shape(place: Place, shape: Ints) -> Role:
     module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
-        if is_linear or shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
+        # number of outputs: `out_features` in torch and TransformerEngine, the other two in Megatron
+        outputs = map(vars(module).get, ("out_features", "output_size", "output_size_per_partition"))
+        if is_linear or shape[0] in outputs:
             reason = "linear" if is_linear else f"linear ({type(module).__name__})"
             return Role("linear", reason, reads=shape[1:], remark=hint)
         if shape[1] != 2:
