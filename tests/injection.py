@@ -55,7 +55,7 @@ TRANSPORT = {
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),
-    ("frameworks/megatron/shards.py", "step"),
+    ("frameworks/megatron.py", "step"),
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_quiet"),
     ("checkpoint/saving.py", "_take_over"),

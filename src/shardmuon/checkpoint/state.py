@@ -38,8 +38,6 @@ from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _ADAMW_KEYS = (STEP, *MOMENTS)
-# Options that a saved group must have; a group without them was saved by another optimizer.
-_MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _NOT_CONVERTED = (
     "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
     "what means the same, such as momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)"
@@ -239,7 +237,8 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
             f"its state in the checkpoint is {keys}, {kind}'s is {sorted(needed)}. It was saved by another optimizer, "
             f"or the parameter was routed otherwise. {_NOT_CONVERTED}"
         )
-    lacks = next((mark for mark in _MARKS[kind] if mark not in theirs), None)
+    marks = ("lr", "momentum", "ns_coefficients") if kind == "Muon" else ("lr", "betas")
+    lacks = next((mark for mark in marks if mark not in theirs), None)
     if lacks is not None:
         raise ValueError(
             f"the checkpoint's group has no {lacks!r} (it has {sorted(map(str, theirs))}), so it was not saved by "

@@ -5,7 +5,7 @@ them.
 
 from shardmuon.frameworks.deepspeed import DeepSpeedEngine, DeepSpeedHost
 from shardmuon.frameworks.fsdp1 import FSDP1Host
-from shardmuon.frameworks.megatron.fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
+from shardmuon.frameworks.megatron_fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
 from shardmuon.layout.engines import register as register_engine
 

@@ -330,26 +330,3 @@ def fused_parts(name: str) -> tuple[str, ...] | None:
     suggests no fused parts."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
-
-
-def fused_hint(name: str, shape: Ints) -> str:
-    """Make a remark for the routing table if a matrix's name suggests fused parts, with the override that splits them.
-    Returns "" otherwise.
-
-    A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
-    override for one order would mix rows of different heads in the other order, so the remark names the order that it
-    assumes.
-
-    Args:
-        name: Name of the weight.
-        shape: Shape of the weight; only the last two dims are used.
-    """
-    parts = fused_parts(name)
-    if parts is None:
-        return ""
-    (rows, cols), num = shape[-2:], len(parts)
-    sizes, order = "..", f"if {', then '.join(parts)}: " if parts else ""
-    if parts:
-        known = rows % num == 0 and (num == 2 or rows == num * cols)
-        sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
-    return f'fused? {order}"{numbers_out(name)}": {{"split_sizes": ({sizes})}}'

@@ -21,7 +21,7 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import AUTOTP_GROUP
 from shardmuon.layout.engines.fsdp1 import know, refuse_flat
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.routing.presets import Role, find_preset, fused_hint
+from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
 
 _Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
 # Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing; and wrappers of
@@ -213,14 +213,14 @@ def _convolution(place: Place, shape: Ints) -> Role:
     if min(matrix.rows, matrix.cols) == 1:
         return Role("entries", f"{num_text(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
     pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not module.transposed
-    remark = fused_hint(place.name, shape[:2]) if pointwise else ""
+    remark = _fused_hint(place.name, shape[:2]) if pointwise else ""
     return Role("matrices", f"convolution, {num_text(groups, 'group')}", view, remark=remark)
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
     """Determine the role of a parameter with two or more dims from its shape, in a linear layer or in a module of
     unknown type."""
-    module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
+    module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place.name, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
         # number of outputs: `out_features` in torch and TransformerEngine, the other two in Megatron
@@ -244,6 +244,29 @@ def _by_shape(place: Place, shape: Ints) -> Role:
         return Role("stack", f"stack of {shape[0]} matrices, by its shape alone", stack, remark=hint)
     reason = "last dim of 2: pairs of numbers, as complex ones are kept"
     return Role("pairs", reason, stack if len(shape) == 3 else {})
+
+
+def _fused_hint(name: str, shape: Ints) -> str:
+    """Make a remark for the routing table if a matrix's name suggests fused parts, with the override that splits them.
+    Returns "" otherwise.
+
+    A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
+    override for one order would mix rows of different heads in the other order, so the remark names the order that it
+    assumes.
+
+    Args:
+        name: Name of the weight.
+        shape: Shape of the weight; only the last two dims are used.
+    """
+    parts = fused_parts(name)
+    if parts is None:
+        return ""
+    (rows, cols), num = shape[-2:], len(parts)
+    sizes, order = "..", f"if {', then '.join(parts)}: " if parts else ""
+    if parts:
+        known = rows % num == 0 and (num == 2 or rows == num * cols)
+        sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
+    return f'fused? {order}"{numbers_out(name)}": {{"split_sizes": ({sizes})}}'
 
 
 def num_text(count: int, what: str) -> str:
