@@ -328,8 +328,16 @@ class DeepSpeedHost(Host):
                 self._state(core, known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
-        if self._unchecked:
-            self._refuse_unlike_model(stepped)
+        # swapped flats of other calls are not compared, as DeepSpeed may still read them from files (`pipeline_read`)
+        here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
+        wrong = [name for known in here for name in known.unlike_model()] if self._unchecked else []
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
+                "after deepspeed.initialize(), write them to the model (at stage 3 under deepspeed.zero."
+                "GatheredParameters([p], modifier_rank=0)), then call engine.optimizer.refresh_fp32_params(). If "
+                "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
+            )
         if not stepped <= self._flats.keys():
             raise ValueError(
                 "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
@@ -345,20 +353,6 @@ class DeepSpeedHost(Host):
         if zero3 is not None:  # stage 3 puts flats into the groups only while they are stepped
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
-
-    def _refuse_unlike_model(self, stepped: set[int]) -> None:
-        """Raise ValueError if the fp32 weights that DeepSpeed steps differ from the model's. `stepped`: ids of the
-        flats of this call. Other flats are not compared if they are swapped, as DeepSpeed may still be reading them
-        from files (`pipeline_read`)."""
-        here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
-        wrong = [name for known in here for name in known.unlike_model()]
-        if wrong:
-            raise ValueError(
-                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
-                "after deepspeed.initialize(), write them to the model (at stage 3 under deepspeed.zero."
-                "GatheredParameters([p], modifier_rank=0)), then call engine.optimizer.refresh_fp32_params(). If "
-                "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
-            )
 
     def _state(self, core: Stepped, known: _Flat) -> dict[str, Any]:
         """Return the state of a flat, created as zeros if missing. It must be complete when the first flat has been
@@ -503,18 +497,14 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
     return slices, group
 
 
-# Attributes of ZeRO 3's optimizer -> the supported value. With other values, parameters are partitioned differently, or
-# DeepSpeed's own Adam steps parts of them.
-_STAGE_3 = {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}
-
-
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     """Find the slices of parameters in a flat, and their process group, at stage 3, where each rank holds an equal part
     of each parameter, padded at the end."""
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    for name, allowed in _STAGE_3.items():
+    # with other values, parameters are partitioned differently, or DeepSpeed's own Adam steps parts of them
+    for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
             raise ValueError(

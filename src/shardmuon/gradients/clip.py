@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -237,21 +237,6 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-class _Counted(NamedTuple):
-    """Norms of the gradients that one rank counts.
-
-    Attributes:
-        own: Norm of the elements that no other rank counts.
-        loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]), a fingerprint and
-            the norm of this rank's part of them. Replicas have equal fingerprints.
-        plain: Fingerprints of the loose gradients of plain tensors, sorted.
-    """
-
-    own: float = 0.0
-    loose: tuple[tuple[bytes, float], ...] = ()
-    plain: tuple[bytes, ...] = ()
-
-
 # Cache: first parameter of a list -> layouts of the parameters in the last list that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
 
@@ -268,7 +253,9 @@ class _Clipping(TableCall[_BoundGradients]):
         beyond: The ranks of `process_group`, ascending; None if it has no rank besides this one.
         held: Index of a parameter -> local storage of its gradient, if this rank has a part of the gradient.
         states: For each gradient NONE, READY, or MISPLACED if its layout is not the parameter's.
-        counted: Norms of the gradients that this rank counts.
+        counted: Norm of the elements that no other rank counts.
+        loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]): a fingerprint and
+            the norm of this rank's part of them, and True for plain tensors. Replicas have equal fingerprints.
     """
 
     params: Sequence[Listed]
@@ -278,7 +265,8 @@ class _Clipping(TableCall[_BoundGradients]):
     beyond: Ranks | None
     held: dict[int, Tensor] = field(default_factory=dict)
     states: list[int] = field(default_factory=list)
-    counted: _Counted = field(default_factory=_Counted)
+    counted: float = 0.0
+    loose: list[tuple[bytes, float, bool]] = field(default_factory=list)
 
     phase = Phase.CLIP
     doing = "clip"
@@ -319,16 +307,16 @@ class _Clipping(TableCall[_BoundGradients]):
             if local is not None and local.numel():
                 self.held[number] = local
         if self.fault.text is None and MISPLACED not in self.states:
-            self.counted = self._count(kept)
+            self._count(kept)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
         alike = {ranks: bytes([self.states[n] for n in numbers if kept.compared[n]]) for ranks, numbers in sets.items()}
         said = {ranks: digest_of((kept.token, self.text, states)) for ranks, states in alike.items()}
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
-    def _count(self, kept: _BoundGradients) -> _Counted:
+    def _count(self, kept: _BoundGradients) -> None:
         """Compute the norms of the gradients that this rank counts."""
         own = {n: local for n, local in self.held.items() if n in kept.counted}
-        norms, found, plain = dict[tuple[Ranks, Ints], float](), list[tuple[bytes, float]](), list[bytes]()
+        norms, self.loose = dict[tuple[Ranks, Ints], float](), []
         for key, numbers in kept.loose.items():
             norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
@@ -337,24 +325,14 @@ class _Clipping(TableCall[_BoundGradients]):
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:
-                found.append((digest_of(facts), norm))
-                plain += [found[-1][0]] if len(ranks) == 1 else []
-        return _Counted(_norm_of(list(own.values()), self.norm_type), tuple(found), tuple(sorted(plain)))
+                self.loose.append((digest_of(facts), norm, len(ranks) == 1))
+        self.counted = _norm_of(list(own.values()), self.norm_type)
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return lines of text that ranks compare: the arguments, then one line per shared parameter with the state of
         its gradient."""
         words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
-
-    def _align(self, bound: _BoundGradients) -> None:
-        """Redistribute gradients to the placements of their parameters, in the same order on all ranks that share them.
-        Collective."""
-        for number in bound.in_order:
-            param = self.params[number].param
-            if self.states[number] == MISPLACED:
-                assert param.grad is not None
-                param.grad = bound.engines[number].align(param.grad, param)
 
     def norm(self) -> float:
         """Compute the norm of all gradients on all connected ranks. Collective over these ranks.
@@ -365,21 +343,26 @@ class _Clipping(TableCall[_BoundGradients]):
         """
         bound, verdict = agree(self, self.fault)
         if verdict.presence & _ALIGN:
-            self._align(bound)
+            for number in bound.in_order:  # the same on all ranks: redistributing is collective
+                param = self.params[number].param
+                if self.states[number] == MISPLACED:
+                    assert param.grad is not None
+                    param.grad = bound.engines[number].align(param.grad, param)
             bound, verdict = agree(self, self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
-        everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
+        everyone = dict(zip(bound.component, gather((self.counted, self.loose), bound.component), strict=True))
+        plain = {rank: sorted(code for code, _, alone in parts if alone) for rank, (_, parts) in everyone.items()}
         loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]
         for ranks in sorted(bound.replicas):
-            if len({everyone[rank].plain for rank in ranks}) > 1:
+            if any(plain[rank] != plain[ranks[0]] for rank in ranks):
                 named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
                 raise Refused(
                     f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
                     "average the gradients first; if each rank has its own (experts), write process_group=() in "
                     "their group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
                 )
-        replicas = {code: norm for theirs in everyone.values() for code, norm in theirs.loose}
-        return _combine([*(theirs.own for theirs in everyone.values()), *replicas.values()], self.norm_type)
+        replicas = {code: norm for _, parts in everyone.values() for code, norm, _ in parts}
+        return _combine([*(own for own, _ in everyone.values()), *replicas.values()], self.norm_type)
 
 
 # ------------------------------------------------------------------------------------- norms of local tensors

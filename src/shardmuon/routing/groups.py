@@ -381,10 +381,6 @@ class _RoutedParam:
         return self.places[0].name
 
     @property
-    def module(self) -> nn.Module:
-        return self.places[0].module
-
-    @property
     def optimizer(self) -> Literal["Muon", "AdamW", "frozen"]:
         return "frozen" if not self.param.requires_grad else "Muon" if self.use_muon else "AdamW"
 
@@ -713,14 +709,15 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
     alike: dict[tuple[object, ...], list[_RoutedParam]] = {}
     for w in weights:
         if w.is_open and w.name not in known and w.role.kind in _DOUBTS and not _is_positions(w, weights):
-            alike.setdefault((type(w.module), w.places[0].leaf, w.role.kind), []).append(w)
+            alike.setdefault((type(w.places[0].module), w.places[0].leaf, w.role.kind), []).append(w)
     texts = []
     for w, *more in alike.values():
         what, choice, otherwise = _DOUBTS[w.role.kind]
         others = f"; {len(more)} more like it" if more else ""
         names = dict.fromkeys(numbers_out(one.name) for one in (w, *more)) if more else [w.name]
+        kind = type(w.places[0].module).__name__
         texts.append(
-            f"{w.name} ({by(w.shape)}{others}) is a parameter of {type(w.module).__name__}{what}. If right, write "
+            f"{w.name} ({by(w.shape)}{others}) is a parameter of {kind}{what}. If right, write "
             f"{_override(names, choice)}; {otherwise}"
         )
     return texts
@@ -733,7 +730,10 @@ def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False
-    others = [w.shape for w in weights if w.role.kind == "broadcast" and w is not weight and w.module is weight.module]
+    module = weight.places[0].module
+    others = [
+        w.shape for w in weights if w.role.kind == "broadcast" and w is not weight and w.places[0].module is module
+    ]
     return not any(weight.shape[1] == other[2] or weight.shape[2] == other[1] for other in others)
 
 

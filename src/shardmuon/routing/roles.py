@@ -72,21 +72,17 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
     walked = list(_walk(model, ""))
     modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
     know(module for _, module in walked)
-    order = 0
-    for prefix, module in walked:
-        for leaf, param in module._parameters.items():
-            if param is None:
-                continue
-            name = prefix + leaf
-            with about(name):
-                refuse_flat(param)
-            parts = prefix.split(".")[:-1]
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
-                *parts, _, leaf = parts
-            above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
-            owners = tuple((name.removeprefix(at), modules[at]) for at in above)
-            found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
-            order += 1
+    members = [(*one, leaf, p) for one in walked for leaf, p in one[1]._parameters.items() if p is not None]
+    for order, (prefix, module, leaf, param) in enumerate(members):
+        name = prefix + leaf
+        with about(name):
+            refuse_flat(param)
+        parts = prefix.split(".")[:-1]
+        if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
+            *parts, _, leaf = parts
+        above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
+        owners = tuple((name.removeprefix(at), modules[at]) for at in above)
+        found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
     return [(param, tuple(places)) for param, places in found.values()]
 
 
