@@ -42,8 +42,6 @@ _NOT_CONVERTED = (
     "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
     "what means the same, such as momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)"
 )
-# Parts of parameter names that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP.
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -178,9 +176,11 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError unless both groups have the same names in the same order. State is assigned by position, and
     swapped parameters of equal shape would not be noticed otherwise."""
+    # parts that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP
+    added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
-        own, other = ([part for part in str(name).split(".") if part not in _WRAPPERS] for name in names)
+        own, other = ([part for part in str(name).split(".") if part not in added] for name in names)
         if own != other:
             raise ValueError(
                 f"{names[0]}: parameter {position} of {where[:-2]} is called {names[1]!r} in the state dict. Give the "

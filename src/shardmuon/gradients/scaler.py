@@ -88,7 +88,16 @@ class GradScaler(torch.amp.GradScaler):
             named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
             for name, grad in grads:
-                fault.add(_unusable(name, grad, allow_fp16))
+                if grad.layout != torch.strided:
+                    fault.add(
+                        f"{name}: its gradient is sparse ({grad.layout}), which cannot be unscaled. Use sparse=False"
+                    )
+                elif grad.dtype == torch.float16 and not allow_fp16:
+                    fault.add(
+                        f"{name}: its gradient is fp16, which loses what the scale was to keep. Keep parameters in "
+                        "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
+                        "torch.float16, reduce_dtype=torch.float32)"
+                    )
             stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []  # change all or none
             for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
                 flags.append(torch.zeros((), dtype=torch.float32, device=device))
@@ -99,16 +108,3 @@ class GradScaler(torch.amp.GradScaler):
         with made_public():
             found_inf.fill_(float(settle(fault, ranks, Phase.UNSCALE, asked=bad)))
         return {found_inf.device: found_inf}
-
-
-def _unusable(name: str, grad: Tensor, allow_fp16: bool) -> str | None:
-    """Return an error text if a gradient cannot be unscaled, else None."""
-    if grad.layout != torch.strided:
-        return f"{name}: its gradient is sparse ({grad.layout}), which cannot be unscaled. Use sparse=False"
-    if grad.dtype == torch.float16 and not allow_fp16:
-        return (
-            f"{name}: its gradient is fp16, which loses what the scale was to keep. Keep parameters in fp32 and "
-            "compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype=torch.float16, "
-            "reduce_dtype=torch.float32)"
-        )
-    return None

@@ -134,13 +134,6 @@ _TIMM = (  # timm has a dozen classes named Attention; those listed store all ro
     "timm.models.swin_transformer_v2.WindowAttention",
     "torchvision.models.swin_transformer.ShiftedWindowAttention",
 )
-_WITH_POSITION_BIASES = (
-    *_TIMM,
-    "timm.layers.pos_embed_rel.RelPosBias",
-    "*RelativePositionBias",  # transformers' BEiT, Data2Vec, Swin
-    "*SwinSelfAttention",
-    "ClapAudioSelfAttention",
-)
 _DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention")
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 _MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
@@ -257,7 +250,10 @@ _PRESETS: tuple[_Preset, ...] = (
     # vision
     _Preset(_TIMM, "qkv.weight", "fused q, k, v", _rows(3)),
     _Preset(
-        _WITH_POSITION_BIASES,
+        (
+            *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
+            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # of transformers
+        ),
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
         kind="entries",
@@ -285,10 +281,16 @@ def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | 
     """
     for below, module in reversed(list(owners)):
         for preset in _of_type(cast(Hashable, type(module))):
-            if fnmatchcase(below, preset.weight) and all(hasattr(module, name) for name in preset.has):
-                found = _read(preset, module, shape)
-                if found is not None:
-                    return found
+            if not fnmatchcase(below, preset.weight) or not all(hasattr(module, name) for name in preset.has):
+                continue
+            try:
+                view = preset.view(module, shape)
+                if preset.kind in ("matrices", "linear"):
+                    matrix_view(shape, **view)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                continue  # another version of the module, or an unrelated one with the same name
+            inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
+            return Role(preset.kind, preset.what, view, inputs, preset.decays)
     return None
 
 
@@ -297,17 +299,6 @@ def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
     mro = cast(type, kind).__mro__
     names = {name for t in mro for name in (t.__name__, f"{t.__module__}.{t.__qualname__}")}
     return tuple(p for p in _PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
-
-
-def _read(preset: _Preset, module: nn.Module, shape: Ints) -> Role | None:
-    try:
-        view = preset.view(module, shape)
-        if preset.kind in ("matrices", "linear"):
-            matrix_view(shape, **view)
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None  # another version of the module, or an unrelated one with the same name
-    inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
-    return Role(preset.kind, preset.what, view, inputs, preset.decays)
 
 
 # Names that often mean fused parts, and the parts. A match only adds a remark to the routing table.

@@ -116,21 +116,17 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
             f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
             "shape is unknown. Build the groups before wrapping the model"
         )
-    if type(engine) is Engine and _is_tensor_parallel_shard(param, module):
+    # a Megatron layer whose `output_size` equals its `output_size_per_partition` holds whole parameters
+    parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
+    is_whole = bool(parts) and all(
+        getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
+    )
+    if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
         return shape, (
             f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
             f"unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group ({AUTOTP_GROUP})"
         )
     return shape, ""
-
-
-def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
-    """True if a parameter is marked as a tensor-parallel shard (`tensor_model_parallel`), unless the sizes of its
-    Megatron layer show that it is whole: `output_size` equals `output_size_per_partition`."""
-    suffix = "_per_partition"
-    parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
-    is_whole = bool(parts) and all(getattr(module, key, None) == size for key, size in parts.items())
-    return bool(getattr(param, "tensor_model_parallel", False)) and not is_whole
 
 
 # --------------------------------------------------------------------------------------------------------- roles
