@@ -1,6 +1,5 @@
-"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework. This
-file registers the integrations. They may import anything except `commands` and `testing`, and no lower layer imports
-them.
+"""Integrations with frameworks that call the optimizer or store its parameters: one file per framework. This file
+registers the integrations. They may import anything except `commands` and `testing`, and no lower layer imports them.
 """
 
 from shardmuon.frameworks.deepspeed import DeepSpeedEngine, DeepSpeedHost

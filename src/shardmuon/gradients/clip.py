@@ -334,6 +334,15 @@ class _Clipping(TableCall[_BoundGradients]):
         words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
+    def _align(self, bound: _BoundGradients) -> None:
+        """Redistribute gradients to the placements of their parameters, in the same order on all ranks that share them.
+        Collective."""
+        for number in bound.in_order:
+            param = self.params[number].param
+            if self.states[number] == MISPLACED:
+                assert param.grad is not None
+                param.grad = bound.engines[number].align(param.grad, param)
+
     def norm(self) -> float:
         """Compute the norm of all gradients on all connected ranks. Collective over these ranks.
 
@@ -343,11 +352,7 @@ class _Clipping(TableCall[_BoundGradients]):
         """
         bound, verdict = agree(self, self.fault)
         if verdict.presence & _ALIGN:
-            for number in bound.in_order:  # the same on all ranks: redistributing is collective
-                param = self.params[number].param
-                if self.states[number] == MISPLACED:
-                    assert param.grad is not None
-                    param.grad = bound.engines[number].align(param.grad, param)
+            self._align(bound)
             bound, verdict = agree(self, self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
         everyone = dict(zip(bound.component, gather((self.counted, self.loose), bound.component), strict=True))
