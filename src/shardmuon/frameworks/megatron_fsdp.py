@@ -167,19 +167,6 @@ def _uncounted(param: Any) -> str | None:
     )
 
 
-# -------------------------------------------------------------------------------------------------- checkpoints
-
-
-def _mark(storage: Tensor, param: DTensor) -> None:
-    """Attach to a state tensor's local storage its offsets in the global tensor, which torch.distributed.checkpoint
-    uses instead of the placements. Tensor-parallel parts are saved one after another, even if the parameter is cut with
-    a stride, as in Megatron-FSDP's checkpoints of weights."""
-    (cut, num_parts, part, row), offsets = _place_of(param), [0] * storage.ndim
-    offsets[0] = row
-    offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
-    tell_chunk(storage, tuple(offsets))
-
-
 # ------------------------------------------------------------------------------------------------------ wrapping
 
 
@@ -205,9 +192,14 @@ class MegatronFSDPHost(Host):
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Attach offsets in the global tensor to all state tensors that are placed like their Megatron-FSDP parameter,
-        so that torch.distributed.checkpoint saves them correctly."""
+        """Attach offsets in the global tensor to the local storage of all state tensors that are placed like their
+        Megatron-FSDP parameter: torch.distributed.checkpoint uses these instead of the placements. Tensor-parallel
+        parts are saved one after another, even if the parameter is cut with a stride, as in Megatron-FSDP's checkpoints
+        of weights."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
                 if is_dtensor(value) and value.placements == param.placements:
-                    _mark(_ENGINE.storage(value), param)
+                    (cut, num_parts, part, row), offsets = _place_of(param), [0] * value.ndim
+                    offsets[0] = row
+                    offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
+                    tell_chunk(_ENGINE.storage(value), tuple(offsets))
