@@ -14,7 +14,7 @@ import sys
 import torch
 from common import commit, machine
 
-from shardmuon.gradients.norms import combine, norm_of
+from shardmuon.gradients.clip import _combine, _norm_of
 
 
 def main(draws: int) -> None:
@@ -24,8 +24,8 @@ def main(draws: int) -> None:
         size = draw.randint(1000, 60_000)
         x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
         cuts = sorted({0, size, *(draw.randrange(size) for _ in range(draw.choice((1, 3, 7))))})
-        whole = norm_of([x], 2.0)
-        cut = combine([norm_of([x[a:b]], 2.0) for a, b in itertools.pairwise(cuts)], 2.0)
+        whole = _norm_of([x], 2.0)
+        cut = _combine([_norm_of([x[a:b]], 2.0) for a, b in itertools.pairwise(cuts)], 2.0)
         moves += abs(whole - cut) / math.ldexp(1.0, math.frexp(whole)[1] - 24)
         changed += float(torch.tensor(whole).float()) != float(torch.tensor(cut).float())
     print(f"{draws} draws, {changed} fp32 norms differ, expected {moves / draws:.1e} of all; {machine()}, {commit()}")

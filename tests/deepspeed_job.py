@@ -29,7 +29,7 @@ from tolerances import assert_near, sum_roundoff
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
+from shardmuon.frameworks.deepspeed import DeepSpeedHost
 from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
 
 Shapes = dict[str, tuple[int, ...]]

@@ -53,9 +53,9 @@ TRANSPORT = {
     ("muon.py", "prepare"),
     ("muon.py", "_host"),
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
-    ("frameworks/deepspeed/host.py", "step"),
-    ("frameworks/deepspeed/host.py", "_step_flats"),
-    ("frameworks/megatron/shards.py", "step"),
+    ("frameworks/deepspeed.py", "step"),
+    ("frameworks/deepspeed.py", "_step_flats"),
+    ("frameworks/megatron.py", "step"),
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_quiet"),
     ("checkpoint/saving.py", "_take_over"),
@@ -67,7 +67,7 @@ TRANSPORT = {
     ("gradients/clip.py", "norm"),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
-UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
+UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/lanes.py", name) for name in ("merge", "share")}
 
 

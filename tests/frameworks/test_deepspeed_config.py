@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardmuon import Muon
-from shardmuon.frameworks.deepspeed.partitions import check_version, refuse_options, slices_of
+from shardmuon.frameworks.deepspeed import _check_version, _refuse_options, _slices_of
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from shardmuon.frameworks.deepspeed.partitions import check_version, refuse_opti
 def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any], words: str) -> None:
     optimizer = Muon([nn.Parameter(torch.ones(4, 3))], lr=1e-3, **options)
     with pytest.raises(ValueError, match=words):
-        refuse_options(optimizer.keeper, [(group, []) for group in optimizer.param_groups])
+        _refuse_options(optimizer.keeper, [(group, []) for group in optimizer.param_groups])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_older_deepspeed_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
     with expected:
-        check_version()
+        _check_version()
 
 
 def _zero_3(kind: str = "DeepSpeedZeroOptimizer_Stage3", **settings: Any) -> dict[str, Any]:
@@ -70,4 +70,4 @@ def test_parameters_that_deepspeed_steps_by_itself_or_cuts_otherwise_are_refused
     param = nn.Parameter(torch.ones(4, 3))
     vars(param).update(marks)
     with pytest.raises(ValueError, match=words):
-        slices_of(torch.ones(12), [param])
+        _slices_of(torch.ones(12), [param])

@@ -21,8 +21,7 @@ from deepspeed_job import Case, Groups, Shapes, started
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.frameworks.deepspeed import load_checkpoint
-from shardmuon.frameworks.deepspeed.partitions import refuse_loaded, refuse_options, refuse_swaps
+from shardmuon.frameworks.deepspeed import _refuse_loaded, _refuse_options, _refuse_swaps, load_checkpoint
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.frameworks import whole_momentum
 
@@ -214,7 +213,7 @@ def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: 
     vars(params[0])["_z3_optimizer"] = zero3
     words = f"^{wrong}: DeepSpeed reads its gradient .* element {offsets[-1]} .*byte {4 * offsets[-1]}.* of their own"
     with pytest.raises(ValueError, match=words) if wrong else nullcontext():
-        refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)])
+        _refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)])
 
 
 def test_weights_on_nvme_are_refused() -> None:
@@ -222,10 +221,10 @@ def test_weights_on_nvme_are_refused() -> None:
     optimizer = Muon([weight], lr=0.1)
     groups = [(optimizer.param_groups[0], [("w", weight)])]
     weight.nvme_swapper = None
-    refuse_options(optimizer.keeper, groups)
+    _refuse_options(optimizer.keeper, groups)
     weight.nvme_swapper = object()
     with pytest.raises(ValueError, match="w: offload_param to NVMe is not supported"):
-        refuse_options(optimizer.keeper, groups)
+        _refuse_options(optimizer.keeper, groups)
 
 
 def test_a_checkpoint_that_only_the_engine_has_loaded_is_refused() -> None:
@@ -233,4 +232,4 @@ def test_a_checkpoint_that_only_the_engine_has_loaded_is_refused() -> None:
         engine = SimpleNamespace(loaded_checkpoint_dp_world_size=loaded)
         words = r"frameworks\.deepspeed\.load_checkpoint"
         with pytest.raises(ValueError, match=words) if loaded else nullcontext():
-            refuse_loaded(SimpleNamespace(f_locals={"self": engine}))  # type: ignore[arg-type]
+            _refuse_loaded(SimpleNamespace(f_locals={"self": engine}))  # type: ignore[arg-type]

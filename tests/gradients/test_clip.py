@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardmuon import Muon, clip_grad_norm_
 from shardmuon._torch import local_if_any
-from shardmuon.gradients.clip import _BOUND
-from shardmuon.gradients.norms import combine
+from shardmuon.gradients.clip import _BOUND, _combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
 
@@ -163,8 +162,8 @@ def test_of_some_groups_alone_gradients_are_counted_and_scaled() -> None:
 def test_large_strided_and_empty_gradients_count_every_element_once(
     small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardmuon.gradients.norms._CHUNK", 16)
-    monkeypatch.setattr("shardmuon.gradients.norms._SMALL", small)
+    monkeypatch.setattr("shardmuon.gradients.clip._CHUNK", 16)
+    monkeypatch.setattr("shardmuon.gradients.clip._SMALL", small)
     grads = [_normal(9, 7, seed=1), _normal(9, 7, seed=2).T, _normal(1, 50, seed=3)[:, ::2], torch.zeros(0, 3)]
     params = [_param(torch.zeros(g.shape), g) for g in grads]
     exact = torch.cat([g.double().flatten() for g in grads]).norm()
@@ -174,12 +173,12 @@ def test_large_strided_and_empty_gradients_count_every_element_once(
 def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> None:
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
-        assert combine(values, order) == combine(values[::-1], order) == combine(sorted(values), order)
+        assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
     # each value scaled and squared, a sum, a root, scaled back
-    assert_rounded(combine([3e300, 4e300], 2.0), 5e300, roundings=6)
-    assert_rounded(combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
-    assert combine([1.7e308, 1.7e308], 1.0) == math.inf
-    assert_rounded(combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)  # the root of an exact sum, and sqrt(2) itself
+    assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
+    assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
+    assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
+    assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)  # the root of an exact sum, and sqrt(2) itself
 
 
 # ------------------------------------------------------------------------------------------------ groups of ranks

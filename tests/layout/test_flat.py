@@ -14,7 +14,7 @@ from torch import nn
 
 from shardmuon import Muon
 from shardmuon.comm.groups import GroupRef
-from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
+from shardmuon.frameworks.deepspeed import _make_shard, _Slice
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.pieces import ParamLayout
@@ -75,8 +75,8 @@ def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
 def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     """DeepSpeed keeps flats on the CPU and the model's parameters on the accelerator, here torch's "meta"."""
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
-    shard = make_shard(flat, Slice(model, 5, 12, 8), None)
-    on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
+    shard = _make_shard(flat, _Slice(model, 5, 12, 8), None)
+    on_one = _make_shard(flat, _Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
     homes = [offloaded_from(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))]
     assert homes == [torch.device("meta"), None, None]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]

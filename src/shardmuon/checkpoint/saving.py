@@ -56,17 +56,14 @@ from shardmuon.momentum.stores import BLOCK, scale_shape
 from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
 
-Muon = Any  # `shardmuon.Muon`, which this module may not import
-_Groups = Sequence[Mapping[str, Any]]
 
-
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
 
     Args:
         path: Folder to write to.
         model: Model whose weights are saved.
-        optimizer: Optimizer whose state and options are saved.
+        optimizer: `Muon` whose state and options are saved.
 
     Raises:
         ValueError: Weights or state cannot be read on some rank, or a step was interrupted. Raised on every rank;
@@ -85,7 +82,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
         dcp.save(saved, checkpoint_id=path)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Load a checkpoint that `save` wrote, with any sharding and number of ranks. Collective over all ranks.
 
     `torch.distributed.checkpoint.load` writes into the tensors that it is given, which are the optimizer's own, so a
@@ -96,7 +93,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     Args:
         path: Folder that `save` wrote.
         model: Model that gets the weights.
-        optimizer: Optimizer that gets state and options.
+        optimizer: `Muon` that gets state and options.
 
     Raises:
         CheckpointException: A file is missing or damaged, or contains more than a checkpoint. Raised on every rank;
@@ -138,7 +135,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
+def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
     """Return weights, state and groups, by parameter names that do not depend on the sharding. Collective. The groups
     are a tuple, because torch.distributed.checkpoint writes a tuple as a single value."""
     members = _members(optimizer.param_groups, model)
@@ -148,12 +145,11 @@ def _state_of(model: nn.Module, optimizer: Muon) -> tuple[dict[str, Any], dict[s
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
         of_file.pop(CARRIED, None)  # drop variant state from FSDP1's groups, since `state` has it
-        for name, p in zip(names, group["params"], strict=True):
-            state[name] = dict(optimizer.state.get(p, {}))
+        state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
 
 
-def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
+def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list[str]]:
     """List the names that the parameters of each group have in the model."""
     names = names_in(model)
     for index, group in enumerate(groups):
@@ -163,7 +159,9 @@ def _members(groups: _Groups, model: nn.Module) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
-def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, Any]]:
+def _paired(
+    mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], model: nn.Module
+) -> list[dict[str, Any]]:
     """Match saved groups to the optimizer's groups by the parameters in them.
 
     Returns:
@@ -186,7 +184,9 @@ def _paired(mine: _Groups, saved: _Groups, model: nn.Module) -> list[dict[str, A
     return found
 
 
-def _room_for(items: Mapping[str, Any], optimizer: Muon, groups: _Groups) -> dict[str, dict[str, Tensor]]:
+def _room_for(
+    items: Mapping[str, Any], optimizer: Any, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Tensor]]:
     """Allocate zeros for all optimizer state in a checkpoint, in the stored dtypes.
 
     Args:
@@ -202,8 +202,7 @@ def _room_for(items: Mapping[str, Any], optimizer: Muon, groups: _Groups) -> dic
         group = merged_group(index, *pair)
         for name, p in zip(pair[1]["params"], group["params"], strict=True):
             at, start = f"optimizer.state.{name}.", dict[str, Tensor]()
-            momentum = items.get(at + BUFFER)
-            dtype = None if momentum is None else momentum.properties.dtype
+            dtype = items[at + BUFFER].properties.dtype if at + BUFFER in items else None
             keeper = Keeper("int8" if dtype == torch.int8 else dtype, optimizer.keeper.device, rounds_weights=True)
             init_missing(p, group, start, keeper)
             found = {key: value for key, value in start.items() if at + key in items}
@@ -216,7 +215,7 @@ def _take_over(
     state: dict[Tensor, dict[str, Any]],
     groups: list[dict[str, Any]],
     model: nn.Module,
-    optimizer: Muon,
+    optimizer: Any,
 ) -> None:
     """Put loaded weights and state into model and optimizer, either on all ranks or on none. Collective."""
     old, before = dict[str, Any](), (optimizer.state, optimizer.param_groups, optimizer.broken)

@@ -38,14 +38,10 @@ from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _ADAMW_KEYS = (STEP, *MOMENTS)
-# Options that a saved group must have; a group without them was saved by another optimizer.
-_MARKS = {"Muon": ("lr", "momentum", "ns_coefficients"), "AdamW": ("lr", "betas")}
 _NOT_CONVERTED = (
     "State of other optimizers is not converted: begin with fresh state and warm lr up over about 50 steps, or copy "
     "what means the same, such as momentum_buffer of torch.optim.Muon, by hand (docs/migration.md)"
 )
-# Parts of parameter names that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP.
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -180,9 +176,11 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError unless both groups have the same names in the same order. State is assigned by position, and
     swapped parameters of equal shape would not be noticed otherwise."""
+    # parts that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP
+    added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
-        own, other = ([part for part in str(name).split(".") if part not in _WRAPPERS] for name in names)
+        own, other = ([part for part in str(name).split(".") if part not in added] for name in names)
         if own != other:
             raise ValueError(
                 f"{names[0]}: parameter {position} of {where[:-2]} is called {names[1]!r} in the state dict. Give the "
@@ -239,7 +237,8 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
             f"its state in the checkpoint is {keys}, {kind}'s is {sorted(needed)}. It was saved by another optimizer, "
             f"or the parameter was routed otherwise. {_NOT_CONVERTED}"
         )
-    lacks = next((mark for mark in _MARKS[kind] if mark not in theirs), None)
+    marks = ("lr", "momentum", "ns_coefficients") if kind == "Muon" else ("lr", "betas")
+    lacks = next((mark for mark in marks if mark not in theirs), None)
     if lacks is not None:
         raise ValueError(
             f"the checkpoint's group has no {lacks!r} (it has {sorted(map(str, theirs))}), so it was not saved by "

@@ -1,12 +1,10 @@
-"""Integrations with frameworks that call the optimizer or store its parameters: one folder or file per framework. This
-file registers the integrations. They may import anything except `commands` and `testing`, and no lower layer imports
-them.
+"""Integrations with frameworks that call the optimizer or store its parameters: one file per framework. This file
+registers the integrations. They may import anything except `commands` and `testing`, and no lower layer imports them.
 """
 
-from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
-from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
+from shardmuon.frameworks.deepspeed import DeepSpeedEngine, DeepSpeedHost
 from shardmuon.frameworks.fsdp1 import FSDP1Host
-from shardmuon.frameworks.megatron.fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
+from shardmuon.frameworks.megatron_fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
 from shardmuon.layout.engines import register as register_engine
 

@@ -20,8 +20,6 @@ from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 from shardmuon.step.kept import carry_by_position
 
-_KINDS = (BUFFER, *MOMENTS)
-
 
 class FSDP1Host(Host):
     """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
@@ -39,7 +37,7 @@ class FSDP1Host(Host):
                 if place is not None:
                     units.setdefault(place.unit, []).append((key, param))
         for members in units.values():
-            kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
+            kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
             dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
             if not dtypes or any(SCALE in state[key] for key, _ in members):
                 continue  # no state yet, or 8-bit momentum, which FSDP1 cannot save

@@ -13,8 +13,6 @@ from torchtitan.tools.logging import logger
 
 from shardmuon.muon import Muon
 
-__all__ = ["MuonOptimizers"]
-
 
 class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """torchtitan's optimizers container: ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.

@@ -22,18 +22,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._torch import foreach_mul_, local_if_any
+from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
-from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
@@ -46,7 +45,7 @@ from shardmuon.step.validate import gradient_storage
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: _Source,
+    parameters: Optimizer | nn.Module | Tensor | Iterable[Any],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -141,23 +140,18 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
         ) from wrong
 
 
-_Source = Optimizer | nn.Module | Tensor | Iterable[Any]
-
-_FEW = 64  # elements per rank; norms of fewer bf16 elements are often equal by chance (of one: in 1 of 500 pairs)
 _ALIGN = 1  # bit in the vote: some gradients must be redistributed first
-_OPTIONS = ("process_group", "tp_group")
-# name, id, options and engine (layout adapter) of a parameter, and the engine's summary of the parameter's layout
-_Key = tuple[str, int, Group, Engine, object]
 
 
-def _listed_of(source: _Source, fault: Fault) -> list[Listed]:
+def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     """List the parameters of an optimizer, module, tensor or list, in the user's order."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        options = {**{key: group.get(key) for key in _OPTIONS}, "use_muon": False}  # clipping needs no matrices
+        place = {key: group.get(key) for key in ("process_group", "tp_group")}
+        options = {**place, "use_muon": False}  # clipping needs no matrices
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
@@ -224,9 +218,10 @@ def _is_own(group: Group) -> bool:
     return found is not None and not found.ranks
 
 
-def _key_of(params: Sequence[Listed]) -> list[_Key]:
-    """Make the cache key for a list of parameters. It contains their ids. A new tensor may reuse an id; if it also has
-    the same layout, the cached layouts are valid for it, too."""
+def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
+    """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each, and the
+    engine's summary of its layout. A new tensor may reuse an id; if it also has the same layout, the cached layouts are
+    valid for it, too."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
@@ -248,21 +243,6 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-class _Counted(NamedTuple):
-    """Norms of the gradients that one rank counts.
-
-    Attributes:
-        own: Norm of the elements that no other rank counts.
-        loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]), a fingerprint and
-            the norm of this rank's part of them. Replicas have equal fingerprints.
-        plain: Fingerprints of the loose gradients of plain tensors, sorted.
-    """
-
-    own: float = 0.0
-    loose: tuple[tuple[bytes, float], ...] = ()
-    plain: tuple[bytes, ...] = ()
-
-
 # Cache: first parameter of a list -> layouts of the parameters in the last list that began with it
 _BOUND: Any = WeakTensorKeyDictionary()
 
@@ -279,7 +259,9 @@ class _Clipping(TableCall[_BoundGradients]):
         beyond: The ranks of `process_group`, ascending; None if it has no rank besides this one.
         held: Index of a parameter -> local storage of its gradient, if this rank has a part of the gradient.
         states: For each gradient NONE, READY, or MISPLACED if its layout is not the parameter's.
-        counted: Norms of the gradients that this rank counts.
+        counted: Norm of the elements that no other rank counts.
+        loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]): a fingerprint and
+            the norm of this rank's part of them, and True for plain tensors. Replicas have equal fingerprints.
     """
 
     params: Sequence[Listed]
@@ -289,7 +271,8 @@ class _Clipping(TableCall[_BoundGradients]):
     beyond: Ranks | None
     held: dict[int, Tensor] = field(default_factory=dict)
     states: list[int] = field(default_factory=list)
-    counted: _Counted = field(default_factory=_Counted)
+    counted: float = 0.0
+    loose: list[tuple[bytes, float, bool]] = field(default_factory=list)
 
     phase = Phase.CLIP
     doing = "clip"
@@ -319,44 +302,35 @@ class _Clipping(TableCall[_BoundGradients]):
         """Read this rank's gradients, compute the norms that it counts, and return its ballot."""
         self.states, self.held = [NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
+            if one.param.grad is None:
+                continue
             with about(one.name):
-                self._read_one(number, kept)
+                weight = kept.engines[number].storage(one.param)
+                local = gradient_storage(one.param, one.param.grad, kept.engines[number], weight)
+            self.states[number] = MISPLACED if local is None else READY
+            if local is not None and local.numel():
+                self.held[number] = local
         if self.fault.text is None and MISPLACED not in self.states:
-            self.counted = self._count(kept)
+            self._count(kept)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
-        said = {ranks: digest_of((kept.token, self.text, self._compared(kept, ranks))) for ranks in sets}
+        alike = {ranks: bytes([self.states[n] for n in numbers if kept.compared[n]]) for ranks, numbers in sets.items()}
+        said = {ranks: digest_of((kept.token, self.text, states)) for ranks, states in alike.items()}
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
-    def _read_one(self, number: int, kept: _BoundGradients) -> None:
-        """Record the state and the local storage of a gradient. Raises ValueError (without the parameter's name) if the
-        gradient is unusable."""
-        param, engine = self.params[number].param, kept.engines[number]
-        if param.grad is None:
-            return
-        weight = engine.storage(param)
-        local = gradient_storage(param, param.grad, engine, weight)
-        self.states[number] = MISPLACED if local is None else READY
-        if local is not None and local.numel():
-            self.held[number] = local
-
-    def _count(self, kept: _BoundGradients) -> _Counted:
+    def _count(self, kept: _BoundGradients) -> None:
         """Compute the norms of the gradients that this rank counts."""
         own = {n: local for n, local in self.held.items() if n in kept.counted}
-        norms, found, plain = dict[tuple[Ranks, Ints], float](), list[tuple[bytes, float]](), list[bytes]()
+        norms, self.loose = dict[tuple[Ranks, Ints], float](), []
         for key, numbers in kept.loose.items():
-            norms[key] = norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
+            norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
-            if math.prod(shape) * len(kept.loose[ranks, shape]) < _FEW * len(ranks):
-                facts += (combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
+            # norms of fewer than 64 bf16 elements a rank are often equal by chance (of one: in 1 of 500 pairs)
+            if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
+                facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:
-                found.append((digest_of(facts), norm))
-                plain += [found[-1][0]] if len(ranks) == 1 else []
-        return _Counted(norm_of(list(own.values()), self.norm_type), tuple(found), tuple(sorted(plain)))
-
-    def _compared(self, kept: _BoundGradients, ranks: Ranks) -> bytes:
-        """Return, as bytes, the states of the gradients that must exist on all of these ranks or on none."""
-        return bytes([self.states[number] for number in kept.sets.get(ranks, ()) if kept.compared[number]])
+                self.loose.append((digest_of(facts), norm, len(ranks) == 1))
+        self.counted = _norm_of(list(own.values()), self.norm_type)
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return lines of text that ranks compare: the arguments, then one line per shared parameter with the state of
@@ -385,15 +359,59 @@ class _Clipping(TableCall[_BoundGradients]):
             self._align(bound)
             bound, verdict = agree(self, self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
-        everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
+        everyone = dict(zip(bound.component, gather((self.counted, self.loose), bound.component), strict=True))
+        plain = {rank: sorted(code for code, _, alone in parts if alone) for rank, (_, parts) in everyone.items()}
         loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]
         for ranks in sorted(bound.replicas):
-            if len({everyone[rank].plain for rank in ranks}) > 1:
+            if any(plain[rank] != plain[ranks[0]] for rank in ranks):
                 named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
                 raise Refused(
                     f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
                     "average the gradients first; if each rank has its own (experts), write process_group=() in "
                     "their group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
                 )
-        replicas = {code: norm for theirs in everyone.values() for code, norm in theirs.loose}
-        return combine([*(theirs.own for theirs in everyone.values()), *replicas.values()], self.norm_type)
+        replicas = {code: norm for _, parts in everyone.values() for code, norm, _ in parts}
+        return _combine([*(own for own, _ in everyone.values()), *replicas.values()], self.norm_type)
+
+
+# ------------------------------------------------------------------------------------- norms of local tensors
+
+
+_SMALL = 1 << 12  # elements; smaller tensors are concatenated, since a copy takes less time than a separate norm
+_CHUNK = 1 << 22  # elements; CPUs copy to fp64 before they sum, and this bounds the size of the copy
+
+
+def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
+    """Compute the p-norm of all elements of the tensors, taken as one vector. Waits for the result once per device and
+    dtype."""
+    found: list[float] = []
+    for alike in by_kind(tensors).values():
+        small = [part for part in alike if part.numel() < _SMALL]
+        whole = [part for part in alike if part.numel() >= _SMALL] + ([flattened(small)] if small else [])
+        flat = [part.view(-1) if part.is_contiguous() else part for part in whole]
+        parts = [chunk for part in flat for chunk in part.split(max(1, _CHUNK * len(part) // part.numel()))]
+        found += torch.stack(foreach_norm(parts, norm_type)).tolist()
+    return _combine(found, norm_type)
+
+
+def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Group tensors by device and dtype."""
+    table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        table.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return table
+
+
+def _combine(norms: Iterable[float], norm_type: float) -> float:
+    """Compute the p-norm of a vector from the p-norms of its parts. The order of the parts does not change the
+    result."""
+    values = [norm for norm in norms if norm != 0.0]
+    if any(map(math.isnan, values)):
+        return math.nan
+    largest = max(values, default=0.0)
+    if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
+        return largest
+    exponent = math.frexp(largest)[1]  # scaling by a power of two is exact and avoids overflow
+    power = math.fsum([math.ldexp(value, -exponent) ** norm_type for value in values])
+    root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
+    return math.ldexp(root, exponent) if math.frexp(root)[1] + exponent <= 1024 else math.inf

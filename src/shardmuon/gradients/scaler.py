@@ -24,7 +24,7 @@ from shardmuon._torch import default_group, local_if_any
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.comm.vote import Fault, Phase, settle
 from shardmuon.errors import made_public
-from shardmuon.gradients.norms import by_kind
+from shardmuon.gradients.clip import by_kind
 from shardmuon.layout.engines.base import named_params
 
 
@@ -83,38 +83,28 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale every gradient in place, and set `found_inf` on all ranks if any rank has a gradient that is not
         finite. Collective."""
-        fault, bad = Fault(), False
+        fault, bad, flags = Fault(), False, list[Tensor]()
         with fault:  # errors raised in this block are reported to the other ranks
-            bad = _unscale_here(optimizer, inv_scale, allow_fp16, fault)
+            named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
+            grads = [(name, param.grad) for name, param in named if param.grad is not None]
+            for name, grad in grads:
+                if grad.layout != torch.strided:
+                    fault.add(
+                        f"{name}: its gradient is sparse ({grad.layout}), which cannot be unscaled. Use sparse=False"
+                    )
+                elif grad.dtype == torch.float16 and not allow_fp16:
+                    fault.add(
+                        f"{name}: its gradient is fp16, which loses what the scale was to keep. Keep parameters in "
+                        "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
+                        "torch.float16, reduce_dtype=torch.float32)"
+                    )
+            stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []  # change all or none
+            for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
+                flags.append(torch.zeros((), dtype=torch.float32, device=device))
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, flags[-1], inv_scale.to(device))
+            bad = any(map(bool, flags))
         group = default_group() if self._process_group is None else self._process_group
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
         with made_public():
             found_inf.fill_(float(settle(fault, ranks, Phase.UNSCALE, asked=bad)))
         return {found_inf.device: found_inf}
-
-
-def _unscale_here(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fault: Fault) -> bool:
-    """Multiply this rank's gradients by `inv_scale` in place. If any of them is unusable, record this in `fault` and
-    change none. Return True if any gradient is not finite."""
-    named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
-    grads = [(name, param.grad) for name, param in named if param.grad is not None]
-    for name, grad in grads:
-        wrong = _unusable(grad, allow_fp16)
-        fault.add(None if wrong is None else f"{name}: {wrong}")
-    stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
-    flags = []
-    for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
-        flags.append(torch.zeros((), dtype=torch.float32, device=device))
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, flags[-1], inv_scale.to(device))
-    return any(map(bool, flags))
-
-
-def _unusable(grad: Tensor, allow_fp16: bool) -> str | None:
-    if grad.layout != torch.strided:
-        return f"its gradient is sparse ({grad.layout}), which cannot be unscaled. Use sparse=False"
-    if grad.dtype == torch.float16 and not allow_fp16:
-        return (
-            "its gradient is fp16, which loses what the scale was to keep. Keep parameters in fp32 and compute in fp16 "
-            "by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)"
-        )
-    return None

@@ -134,18 +134,9 @@ _TIMM = (  # timm has a dozen classes named Attention; those listed store all ro
     "timm.models.swin_transformer_v2.WindowAttention",
     "torchvision.models.swin_transformer.ShiftedWindowAttention",
 )
-_WITH_POSITION_BIASES = (
-    *_TIMM,
-    "timm.layers.pos_embed_rel.RelPosBias",
-    "*RelativePositionBias",  # transformers' BEiT, Data2Vec, Swin
-    "*SwinSelfAttention",
-    "ClapAudioSelfAttention",
-)
 _DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention")
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 _MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
-_EXPERTS = ("*Experts",)
-_WORDS = ("is_transposed", "is_concatenated")  # attributes of transformers' experts that tell how weights are stored
 _KNOWN_EXPERTS = (
     *("Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts", "MixtralExperts", "DeepseekV3Experts"),
     *("GptOssExperts", "Llama4TextExperts"),
@@ -246,7 +237,7 @@ _PRESETS: tuple[_Preset, ...] = (
     # experts: known classes, and other classes with transformers' attributes that tell how weights are stored
     *(
         preset
-        for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
+        for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))
         for preset in (
             _Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, has=has),
             _Preset(types, "up_proj", "stack of experts", _stack, has=has),
@@ -259,7 +250,10 @@ _PRESETS: tuple[_Preset, ...] = (
     # vision
     _Preset(_TIMM, "qkv.weight", "fused q, k, v", _rows(3)),
     _Preset(
-        _WITH_POSITION_BIASES,
+        (
+            *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
+            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # of transformers
+        ),
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
         kind="entries",
@@ -287,10 +281,16 @@ def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | 
     """
     for below, module in reversed(list(owners)):
         for preset in _of_type(cast(Hashable, type(module))):
-            if fnmatchcase(below, preset.weight) and all(hasattr(module, name) for name in preset.has):
-                found = _read(preset, module, shape)
-                if found is not None:
-                    return found
+            if not fnmatchcase(below, preset.weight) or not all(hasattr(module, name) for name in preset.has):
+                continue
+            try:
+                view = preset.view(module, shape)
+                if preset.kind in ("matrices", "linear"):
+                    matrix_view(shape, **view)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                continue  # another version of the module, or an unrelated one with the same name
+            inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
+            return Role(preset.kind, preset.what, view, inputs, preset.decays)
     return None
 
 
@@ -299,17 +299,6 @@ def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
     mro = cast(type, kind).__mro__
     names = {name for t in mro for name in (t.__name__, f"{t.__module__}.{t.__qualname__}")}
     return tuple(p for p in _PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
-
-
-def _read(preset: _Preset, module: nn.Module, shape: Ints) -> Role | None:
-    try:
-        view = preset.view(module, shape)
-        if preset.kind in ("matrices", "linear"):
-            matrix_view(shape, **view)
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None  # another version of the module, or an unrelated one with the same name
-    inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
-    return Role(preset.kind, preset.what, view, inputs, preset.decays)
 
 
 # Names that often mean fused parts, and the parts. A match only adds a remark to the routing table.
@@ -332,26 +321,3 @@ def fused_parts(name: str) -> tuple[str, ...] | None:
     suggests no fused parts."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
-
-
-def fused_hint(name: str, shape: Ints) -> str:
-    """Make a remark for the routing table if a matrix's name suggests fused parts, with the override that splits them.
-    Returns "" otherwise.
-
-    A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
-    override for one order would mix rows of different heads in the other order, so the remark names the order that it
-    assumes.
-
-    Args:
-        name: Name of the weight.
-        shape: Shape of the weight; only the last two dims are used.
-    """
-    parts = fused_parts(name)
-    if parts is None:
-        return ""
-    (rows, cols), num = shape[-2:], len(parts)
-    sizes, order = "..", f"if {', then '.join(parts)}: " if parts else ""
-    if parts:
-        known = rows % num == 0 and (num == 2 or rows == num * cols)
-        sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
-    return f'fused? {order}"{numbers_out(name)}": {{"split_sizes": ({sizes})}}'

@@ -21,25 +21,16 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import AUTOTP_GROUP
 from shardmuon.layout.engines.fsdp1 import UnitPlace, refuse_flat
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.routing.presets import Role, find_preset, fused_hint
+from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
 
-_NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,  # BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
-)
 _Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
-# Attributes that hold the number of rows of a linear layer's weight: `out_features` in torch and TransformerEngine, the
-# other two in Megatron.
-_NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
-# Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# Wrappers of torch and Megatron that store the model as `module`; matched by name, so Megatron need not be installed.
-_KEEP_A_MODULE = (
+# Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing; and wrappers of
+# torch and Megatron that store it as `module`, by name, since Megatron need not be installed.
+_KEEP = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_KEEP_AS_MODULE = {
     *("DistributedDataParallel", "DataParallel"),
     *("MegatronFSDP", "FullyShardedDataParallel", "Float16Module"),
-)
+}
 
 
 class Place(NamedTuple):
@@ -81,36 +72,29 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
     walked = list(_walk(model, ""))
     modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
     UnitPlace.learn(module for _, module in walked)
-    order = 0
-    for path, module in walked:
-        for leaf, param in module._parameters.items():
-            if param is None:
-                continue
-            name = _joined(path, leaf)
-            with about(name):
-                refuse_flat(param)
-            parts = path.split(".") if path else []
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
-                *parts, _, leaf = parts
-            above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
-            owners = tuple((name[len(at) + 1 :] if at else name, modules[at]) for at in above)
-            found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
-            order += 1
+    members = [(*one, leaf, p) for one in walked for leaf, p in one[1]._parameters.items() if p is not None]
+    for order, (prefix, module, leaf, param) in enumerate(members):
+        name = prefix + leaf
+        with about(name):
+            refuse_flat(param)
+        parts = prefix.split(".")[:-1]
+        if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
+            *parts, _, leaf = parts
+        above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
+        owners = tuple((name.removeprefix(at), modules[at]) for at in above)
+        found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
     return [(param, tuple(places)) for param, places in found.values()]
 
 
-def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for every module in model order. A wrapper and the wrapped module get the same name."""
-    yield name, module
-    keeps = any(t.__name__ in _KEEP_A_MODULE for t in type(module).__mro__)
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix of its parameters' names, module) for every module in model order. A wrapper and the wrapped module
+    get the same prefix."""
+    yield prefix, module
+    keeps = any(t.__name__ in _KEEP_AS_MODULE for t in type(module).__mro__)
     for key, child in module._modules.items():
         if child is not None:
-            wraps = key in _WRAPPERS or (keeps and key == "module")
-            yield from _walk(child, name if wraps else _joined(name, key))
-
-
-def _joined(path: str, leaf: str) -> str:
-    return f"{path}.{leaf}" if path else leaf
+            wraps = key in _KEEP or (keeps and key == "module")
+            yield from _walk(child, prefix if wraps else f"{prefix}{key}.")
 
 
 # ---------------------------------------------------------------------------------------------------- logical shape
@@ -132,21 +116,17 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
             f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
             "shape is unknown. Build the groups before wrapping the model"
         )
-    if type(engine) is Engine and _is_tensor_parallel_shard(param, module):
+    # a Megatron layer whose `output_size` equals its `output_size_per_partition` holds whole parameters
+    parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
+    is_whole = bool(parts) and all(
+        getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
+    )
+    if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
         return shape, (
             f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
             f"unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group ({AUTOTP_GROUP})"
         )
     return shape, ""
-
-
-def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
-    """True if a parameter is marked as a tensor-parallel shard (`tensor_model_parallel`), unless the sizes of its
-    Megatron layer show that it is whole: `output_size` equals `output_size_per_partition`."""
-    suffix = "_per_partition"
-    parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
-    is_whole = bool(parts) and all(getattr(module, key, None) == size for key, size in parts.items())
-    return bool(getattr(param, "tensor_model_parallel", False)) and not is_whole
 
 
 # --------------------------------------------------------------------------------------------------------- roles
@@ -178,7 +158,8 @@ def role_of(
 
 def _role_at(place: Place, shape: Ints) -> Role:
     module = place.module
-    if isinstance(module, _NORMS):
+    # `_NormBase`: BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return Role("norm", "norm", reads=shape[-1:], decays=False)
     num_dims = 2 + len(module.kernel_size) if isinstance(module, _Convolution) else 2
     always = is_table(module) or isinstance(module, (nn.Linear, _Convolution))
@@ -224,17 +205,19 @@ def _convolution(place: Place, shape: Ints) -> Role:
     if min(matrix.rows, matrix.cols) == 1:
         return Role("entries", f"{num_text(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
     pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not module.transposed
-    remark = fused_hint(place.name, shape[:2]) if pointwise else ""
+    remark = _fused_hint(place.name, shape[:2]) if pointwise else ""
     return Role("matrices", f"convolution, {num_text(groups, 'group')}", view, remark=remark)
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
     """Determine the role of a parameter with two or more dims from its shape, in a linear layer or in a module of
     unknown type."""
-    module, stack, hint = place.module, {"view": "stack"}, fused_hint(place.name, shape)
+    module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place.name, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
-        if is_linear or shape[0] in (vars(module).get(name) for name in _NUM_OUTPUTS):
+        # number of outputs: `out_features` in torch and TransformerEngine, the other two in Megatron
+        outputs = map(vars(module).get, ("out_features", "output_size", "output_size_per_partition"))
+        if is_linear or shape[0] in outputs:
             reason = "linear" if is_linear else f"linear ({type(module).__name__})"
             return Role("linear", reason, reads=shape[1:], remark=hint)
         if shape[1] != 2:
@@ -253,6 +236,29 @@ def _by_shape(place: Place, shape: Ints) -> Role:
         return Role("stack", f"stack of {shape[0]} matrices, by its shape alone", stack, remark=hint)
     reason = "last dim of 2: pairs of numbers, as complex ones are kept"
     return Role("pairs", reason, stack if len(shape) == 3 else {})
+
+
+def _fused_hint(name: str, shape: Ints) -> str:
+    """Make a remark for the routing table if a matrix's name suggests fused parts, with the override that splits them.
+    Returns "" otherwise.
+
+    A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
+    override for one order would mix rows of different heads in the other order, so the remark names the order that it
+    assumes.
+
+    Args:
+        name: Name of the weight.
+        shape: Shape of the weight; only the last two dims are used.
+    """
+    parts = fused_parts(name)
+    if parts is None:
+        return ""
+    (rows, cols), num = shape[-2:], len(parts)
+    sizes, order = "..", f"if {', then '.join(parts)}: " if parts else ""
+    if parts:
+        known = rows % num == 0 and (num == 2 or rows == num * cols)
+        sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
+    return f'fused? {order}"{numbers_out(name)}": {{"split_sizes": ({sizes})}}'
 
 
 def num_text(count: int, what: str) -> str:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from shardmuon.frameworks.deepspeed import REQUIRED
 from shardmuon.muon import Muon
 
 _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
@@ -180,7 +179,8 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
         optimizer: The optimizer that DeepSpeed steps.
         config: DeepSpeed's configuration. The two settings that allow a client optimizer are added.
     """
-    fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0, **REQUIRED}
+    fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
+    fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     deepspeed = start_deepspeed()
     with quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **config})

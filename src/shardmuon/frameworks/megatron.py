@@ -4,30 +4,59 @@ Megatron still handles gradient buffers and their reduction, fp32 main weights, 
 groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the step: it
 distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in
 Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
-independent, except that all have the same list of parameter groups. Wrappers, shards and checkpoints are in shards.py,
-Megatron-FSDP is in fsdp.py.
+independent, except that all have the same list of parameter groups. Every private attribute of Megatron's optimizers
+that shardmuon reads or overrides is in this file. Megatron-FSDP is in megatron_fsdp.py.
 
 Works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
+
+[Note: what Megatron steps]
+    Each bucket of a gradient buffer is cut into equal parts, one per data-parallel rank; a cut can go through a matrix.
+    `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards, one for each parameter with
+    elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`), in an order that differs by
+    rank. A shard is a view of an fp32 parameter, or an fp32 copy for other dtypes. This module changes the groups: they
+    get shards of all matrices, in the same order on every rank, some of them empty. The optimizer steps these shards
+    like other flat shards. Without the distributed optimizer, every replica has all main weights, which are stepped as
+    parameters.
+
+[Note: checkpoints]
+    All of Megatron's formats read and write state through two methods, which know only Adam's two state names. Momentum
+    is saved as `exp_avg`; `exp_avg_sq` of a matrix is zeros, created on access. There is one step count, stored as the
+    option ``step`` of every group and in every parameter's state.
+
+[Note: what stages keep here]
+    `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of its parameter, and
+    fails for a tensor of another shape. A variant's state per matrix (such as NorMuon's) has another shape, and is the
+    same on all ranks that share the matrix, even if a rank's shard is empty. So this state is saved in the groups, by
+    parameter name (see step/kept.py). This is sufficient if each model-parallel rank saves its own groups, as in the
+    formats that follow the distributed optimizer's buffers. If rank 0 saves its groups for all ranks, however, ranks
+    with other parameters would lose their state, so saving raises an error.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardmuon.comm.groups import group_ranks, num_ranks
-from shardmuon.comm.vote import Fault, gather
-from shardmuon.errors import made_public
-from shardmuon.frameworks.megatron.shards import WholeHost, check_shards, distributed_optimizer
+from shardmuon.comm.groups import GroupRef, group_ranks, num_ranks
+from shardmuon.comm.vote import Fault, gather, run_together
+from shardmuon.errors import about, made_public
+from shardmuon.host import Host, Progress, Stepped, Weight, caller
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.options import STORED, MuonConfig
 from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
 from shardmuon.routing.roles import find_places
+from shardmuon.step.kept import carry, carry_by_position, check_carried, loaded_over, take_carried
+from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 
 def get_megatron_optimizer(
@@ -75,8 +104,6 @@ def get_megatron_optimizer(
             matched.update(here)
             rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
-        for expert in (False, True) if distributed else ():
-            check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
     with made_public():
         merged = _aligned(listed, fault, given, matched)
     shared = None
@@ -105,16 +132,12 @@ def _core(module: str) -> Any:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-_LAYER_WISE = "use_layer_wise_distributed_optimizer"
-_NOT_DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"
-
-
 def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
     """Raise ValueError if the configuration contradicts itself or is not supported."""
-    if getattr(config, _LAYER_WISE, False):
+    if getattr(config, "use_layer_wise_distributed_optimizer", False):
         raise ValueError(
-            f"{_LAYER_WISE} gives whole matrices to ranks, which shardmuon does itself. Set it to False in "
-            "OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
+            "use_layer_wise_distributed_optimizer gives whole matrices to ranks, which shardmuon does itself. Set it "
+            "to False in OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
         )
     wanted = bool(config.use_distributed_optimizer)
     for number, chunk in enumerate(chunks):
@@ -135,9 +158,9 @@ def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any])
                     f"{name}: Megatron keeps it cut over its weight-rematerialization group (GTP), which is not "
                     "supported. Set the size of that group to 1"
                 )
-    refused = next((key for key in _NOT_DISTRIBUTED if wanted and getattr(config, key, False)), None)
-    if refused is not None:
-        raise ValueError(f"{refused}=True does not go with shardmuon. Set it to False in OptimizerConfig")
+    for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"):
+        if wanted and getattr(config, key, False):
+            raise ValueError(f"{key}=True does not go with shardmuon. Set it to False in OptimizerConfig")
     stored = MuonConfig(**{key: options[key] for key in STORED if key in options}).stored()
     if wanted and stored:
         raise ValueError(
@@ -145,7 +168,7 @@ def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any])
         )
 
 
-def _is_expert(param: torch.Tensor) -> bool:
+def _is_expert(param: Tensor) -> bool:
     return not getattr(param, "allreduce", True)
 
 
@@ -181,19 +204,14 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if "ns_coefficients" in given:  # Megatron's number of steps is for other coefficients
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
-        options["adjust_lr_fn"] = _scale_of(config)
+        mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
+        if (mode, extra) != ("spectral", 0.2) and extra != 1.0:
+            raise ValueError(
+                f"muon_extra_scale_factor={extra!r} with muon_scale_mode={mode!r}: it must be 1, or 0.2 with "
+                f"'spectral'. Multiply the matrices' lr by {extra!r} and divide their weight_decay by it"
+            )
+        options["adjust_lr_fn"] = "match_rms_adamw" if extra == 0.2 else str(mode)
     return options
-
-
-def _scale_of(config: Any) -> str:
-    """Return the value of `adjust_lr_fn` that corresponds to Megatron's options for scaling the learning rate."""
-    mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
-    if (mode, extra) != ("spectral", 0.2) and extra != 1.0:
-        raise ValueError(
-            f"muon_extra_scale_factor={extra!r} with muon_scale_mode={mode!r}: it must be 1, or 0.2 with 'spectral'. "
-            f"Multiply the matrices' lr by {extra!r} and divide their weight_decay by it"
-        )
-    return "match_rms_adamw" if extra == 0.2 else str(mode)
 
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
@@ -226,7 +244,7 @@ def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[
     """Make copies of these overrides that apply only to experts, and that set the experts' tensor-parallel group, which
     differs from the group of dense parameters."""
 
-    def fits(name: str, param: torch.Tensor, module: nn.Module, rule: Rule) -> bool:
+    def fits(name: str, param: Tensor, module: nn.Module, rule: Rule) -> bool:
         return _is_expert(param) and rule.fits(name, param, module)
 
     place = {"tp_group": () if tp_group is None else tp_group}
@@ -281,6 +299,9 @@ def _routed(
             if named:
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
+            for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
+                with about(name):  # raises if the matrix's tensor-parallel attributes are invalid
+                    _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
 
@@ -336,7 +357,7 @@ def _wrapped(
     tp_group = _tp(groups, expert)
     if shared is not None:
         instances = shared["inter_dist_opt_group"]
-        wrapped = distributed_optimizer(
+        wrapped = _distributed_optimizer(
             _core("optimizer.distrib_optimizer").DistributedOptimizer,
             muon,
             config,
@@ -357,7 +378,7 @@ def _wrapped(
         kind = kinds.Float16OptimizerWithFloat16Params if half else kinds.FP32Optimizer
         wrapped = kind(muon, config, *([_scaler(config)] if half else []), _fill_state)
         wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
-        muon.hosts.insert(0, WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
+        muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
         param.requires_grad_(True)  # Megatron's fp32 main weights would count as frozen
@@ -386,3 +407,221 @@ def _scaler(config: Any) -> Any:
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
     """Create the optimizer's missing state as zeros, so that checkpoints can be loaded into it."""
     optimizer.complete_state()
+
+
+# ------------------------------------------------------------------------------------- what Megatron steps and saves
+
+
+class _WholeHost(Host):
+    """Integration with Megatron's wrappers in which every replica has all main weights. A variant's state per matrix is
+    saved in the groups.
+
+    Args:
+        elsewhere: True if some ranks have other parameters than rank 0. `sharded_state_dict`, which saves only the
+            groups of rank 0, then raises ValueError if there is state to save in them.
+    """
+
+    packages = ()
+
+    def __init__(self, elsewhere: bool) -> None:
+        self._elsewhere = elsewhere
+
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+        keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
+        if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
+            raise ValueError(
+                f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
+                "0 alone, and with pipeline or expert parallelism other ranks have parameters of their own. Save "
+                "optimizer.state_dict() on every model-parallel rank (--ckpt-format torch), or leave the variant out"
+            )
+        carry_by_position(core.param_groups, saved)
+
+
+class _Unfinished(Host):
+    """Temporary integration while Megatron's wrapper is being made. The wrapper saves and loads the optimizer's state
+    before the shards in its groups have been described."""
+
+    @property
+    def is_active(self) -> bool:
+        return True
+
+
+class _ShardHost(_Unfinished):
+    """Integration with Megatron's distributed optimizer.
+
+    Args:
+        core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
+            model chunks may have the same name; names are made unique.
+        shards: Model parameter -> its fp32 shard, for parameters of which this rank has elements.
+    """
+
+    clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
+
+    def __init__(self, core: Stepped, shards: Mapping[Tensor, Tensor]) -> None:
+        self.shards, self._count = shards, 0
+        seen: Counter[str] = Counter()
+        for group in core.param_groups:
+            if not group["use_muon"]:  # AdamW's shards have no replicas, so they need no process group
+                group["process_group"] = GroupRef(())
+            names, group["param_names"] = group["param_names"], []
+            for name in names:
+                group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
+                seen[name] += 1
+        # a checkpoint lacks these options, or has the values of the rank that wrote it
+        own = ("tp_group", "process_group", "param_names")
+        self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
+        self._restore(core)
+
+    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict as torch does, and also the variant's state per matrix in its groups. Collective over all
+        ranks."""
+        kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
+        super().take_over(core, state_dict)
+        for weight in self.weights(core):  # Megatron passes in existing state: remove the old values
+            state = core.state[weight.stored]
+            for key in KEPT_KEYS:
+                state.pop(key, None)
+            # make new tensors, on all ranks at once, since all must agree on the norms that a step has already seen
+            state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
+        self._restore(core)
+
+    def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
+        """Check the saved groups. Returns the variant's state per matrix, by parameter name, and the step count.
+
+        Raises:
+            ValueError: State that the variant needs is missing although steps were taken, or step counts differ.
+        """
+        kept = take_carried([dict(group) for group in packed])
+        for group, theirs in zip(core.param_groups, packed, strict=True):
+            loaded = loaded_over(group, theirs)
+            for name in group["param_names"] if group["use_muon"] and loaded.get("step") else ():
+                check_carried(name, loaded, kept.get(name, {}))
+        counts = {int(group["step"]) for group in packed if group.get("step") is not None}
+        if len(counts) > 1:
+            raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
+        return kept, max(counts, default=self._count)
+
+    def _restore(self, core: Stepped) -> None:
+        """Restore this rank's own options, and give each parameter a separate step counter, after groups and state were
+        loaded. In the state that Megatron loads, all parameters share one counter or have none."""
+        for group, own in zip(core.param_groups, self._own_options, strict=True):
+            group.update(own)
+        take_carried(core.param_groups)
+        core.complete_state()
+        for group in core.param_groups:
+            group["step"] = self._count
+            for param in group["params"]:
+                core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
+
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+        """Put the variant's state per matrix into the first saved group, by parameter name, because Megatron's
+        checkpoints save only Adam's kinds of state."""
+        carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
+
+    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+        core.take_step(fault)
+        self._count += 1
+        for weight in self.weights(core):
+            core.state[weight.stored]["step"] += 1
+        for group in core.param_groups:
+            group["step"] = self._count
+
+    def weights(self, core: Stepped) -> list[Weight]:
+        """List the shards of matrices, without AdamW's parameters."""
+        return [
+            Weight(name, shard, shard, group)
+            for group in core.param_groups
+            if group["use_muon"]
+            for name, shard in zip(group["param_names"], group["params"], strict=True)
+        ]
+
+
+def _optimizer_class(base: type) -> type:
+    class Distributed(base):  # type: ignore[misc]
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. `shardmuon`: the object that holds the
+        optimizer's shards."""
+
+        optimizer_state_keys = ("exp_avg", "exp_avg_sq")
+        shardmuon: _ShardHost
+
+        def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+            shard = self.shardmuon.shards[model_param]
+            state = self.optimizer.state[shard]
+            if BUFFER in state:
+                return {"param": shard, "exp_avg": state[BUFFER], "exp_avg_sq": torch.zeros_like(shard)}
+            return {"param": shard, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+        @torch.no_grad()
+        def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: Mapping[str, Tensor]) -> None:
+            for key, value in self._get_main_param_and_optimizer_states(model_param).items():
+                value.copy_(tensors[key])
+
+        def sharded_state_dict(
+            self, model_sharded_state_dict: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any
+        ) -> Any:
+            made = super().sharded_state_dict(model_sharded_state_dict, is_loading, *args, **kwargs)
+            kind = made["param_state_sharding_type"]
+            keeps = [group["variant"] for group in self.optimizer.param_groups if keeping(stages_of(group))]
+            if keeps and not is_loading and kind in self.checkpoint_fully_reshardable_formats:
+                raise ValueError(
+                    f"variant={keeps[0]!r} keeps state of its own, and of distrib_optim_sharding_type={kind!r} "
+                    "Megatron saves the groups, which carry it, from rank 0 alone. Save with "
+                    "distrib_optim_sharding_type='dp_reshardable', or leave the variant out"
+                )
+            return made
+
+    return Distributed
+
+
+def _distributed_optimizer(
+    base: type,  # Megatron's DistributedOptimizer
+    muon: Muon,
+    *args: Any,  # other positional arguments of `base`, up to init_state_fn
+    process_group: Any,
+    tp_group: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap an optimizer in Megatron's distributed optimizer.
+
+    Args:
+        base: Megatron's `DistributedOptimizer`.
+        muon: Optimizer whose groups hold the model's parameters; the parameters are replaced by shards.
+        *args, **kwargs: Other arguments of `base`.
+        process_group: Ranks over which the parameters are replicated, in all optimizer instances together.
+        tp_group: Tensor-parallel group of the parameters, or None.
+    """
+    made = [list(group["params"]) for group in muon.param_groups]
+    muon.hosts.insert(0, _Unfinished())
+    with torch.no_grad():  # otherwise shards of fp32 parameters would not be leaves
+        wrapped = _optimizer_class(base)(muon, *args, **kwargs)
+    whole = chain.from_iterable([*wrapped.model_fp32_groups, *wrapped.model_float16_groups])
+    parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
+    shards: dict[Tensor, Tensor] = dict(zip(whole, parts, strict=True))
+    for part in shards.values():
+        part.requires_grad_(True)  # otherwise shards would count as frozen
+    for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
+        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron put there
+            group["params"] = []
+            for order, param in enumerate(params):
+                shard, start = shards.get(param), 0
+                if shard is None:
+                    shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none here
+                else:
+                    start = wrapped._get_model_param_range_map(param)["param"].start
+                    wrapped.model_param_group_index_map[param] = index, order
+                group["params"].append(_flat_shard(param, start, process_group, tp_group).mark(shard))
+    wrapped.shardmuon = muon.hosts[0] = _ShardHost(muon, shards)
+    return wrapped
+
+
+def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
+    """Describe a shard that begins at element `start` of the flattened parameter. Raises ValueError if the parameter's
+    tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid."""
+    shards = GroupRef.of(tp_group, "tp_group")
+    cut = None if shards is None else TensorParallelEngine(shards).cut(param)
+    shape = list(param.shape)
+    if cut is not None and shards is not None:
+        shape[cut.dim] *= len(shards.ranks)
+    whose = "shards of Megatron's distributed optimizer"
+    return FlatShard(tuple(shape), start, GroupRef.of(process_group), whose, shards, cut)

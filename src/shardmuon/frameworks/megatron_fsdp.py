@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -67,14 +67,14 @@ class MegatronFSDPEngine(DTensorEngine):
 
     def claim(self, param: Any, group: Group) -> Claim:
         mesh, ranks = mesh_key(param.device_mesh)
-        place, shape, local = _place_of(param), tuple(param.shape), tuple(self.storage(param).shape)
-        rows = range(place.row, place.row + local[0])
-        held, stored = place.cut.rows_of_part(shape, place.part, place.num_parts, rows)
+        cut, num_parts, part, row = _place_of(param)
+        shape, local = tuple(param.shape), tuple(self.storage(param).shape)
+        rows = range(row, row + local[0])
+        held, stored = cut.rows_of_part(shape, part, num_parts, rows)
         if local != stored:
             raise ValueError(f"rank {my_rank()} stores shape {local} of rows {rows} of it, which should be {stored}")
-        text = f"Megatron-FSDP's {placed(param)}, along dim {place.cut.dim} with stride {place.cut.stride}"
-        form = shape, mesh, ranks, place.cut, place.num_parts
-        return Claim(form, text, Extent(local, held), True, _uncounted(param))
+        text = f"Megatron-FSDP's {placed(param)}, along dim {cut.dim} with stride {cut.stride}"
+        return Claim((shape, mesh, ranks, cut, num_parts), text, Extent(local, held), True, _uncounted(param))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         return form[0], {rank: extent.held for rank, extent in extents.items()}
@@ -100,23 +100,13 @@ _ENGINE = MegatronFSDPEngine()
 # ---------------------------------------------------------------------------------------------- position of storage
 
 
-class _Place(NamedTuple):
-    """Position of this rank's storage in a parameter.
+def _place_of(param: Any) -> tuple[Cut, int, int, int]:
+    """Find the position of this rank's storage in a parameter.
 
-    Attributes:
-        cut: Dim and stride along which tensor parallelism shards the parameter.
-        num_parts: Number of tensor-parallel parts.
-        part: Index of the tensor-parallel part from which this rank stores rows.
-        row: Index of the first stored row, in the tensor-parallel part.
+    Returns:
+        Dim and stride along which tensor parallelism shards the parameter; number of tensor-parallel parts; index of
+        the part from which this rank stores rows; index of the first stored row in this part.
     """
-
-    cut: Cut
-    num_parts: int
-    part: int
-    row: int
-
-
-def _place_of(param: Any) -> _Place:
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, parallel = param.device_mesh, _tensor_parallel_name(param)
@@ -137,7 +127,7 @@ def _place_of(param: Any) -> _Place:
             num_parts, part = mesh.size(axis), mesh.get_local_rank(axis)
         else:
             row = _first_row(param)
-    return _Place(cut, num_parts, part, row)
+    return cut, num_parts, part, row
 
 
 def _first_row(param: Any) -> int:
@@ -180,16 +170,12 @@ def _uncounted(param: Any) -> str | None:
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
-def _mark(storage: Tensor, param: DTensor) -> None:
+def _mark(storage: Tensor, offsets: list[int]) -> None:
     """Attach to a state tensor's local storage its offsets in the global tensor, which torch.distributed.checkpoint
-    uses instead of the placements. Tensor-parallel parts are saved one after another, even if the parameter is cut with
-    a stride, as in Megatron-FSDP's checkpoints of weights."""
+    uses instead of the placements."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    place, offsets = _place_of(param), [0] * storage.ndim
-    offsets[0] = place.row
-    offsets[place.cut.dim] += place.part * -(-param.shape[place.cut.dim] // place.num_parts)
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # no reference to `storage` (cycle)
@@ -227,9 +213,14 @@ class MegatronFSDPHost(Host):
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Attach offsets in the global tensor to all state tensors that are placed like their Megatron-FSDP parameter,
-        so that torch.distributed.checkpoint saves them correctly."""
+        """Attach offsets in the global tensor to the local storage of all state tensors that are placed like their
+        Megatron-FSDP parameter: torch.distributed.checkpoint uses these instead of the placements. Tensor-parallel
+        parts are saved one after another, even if the parameter is cut with a stride, as in Megatron-FSDP's checkpoints
+        of weights."""
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
                 if is_dtensor(value) and value.placements == param.placements:
-                    _mark(_ENGINE.storage(value), param)
+                    (cut, num_parts, part, row), offsets = _place_of(param), [0] * value.ndim
+                    offsets[0] = row
+                    offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
+                    _mark(_ENGINE.storage(value), offsets)

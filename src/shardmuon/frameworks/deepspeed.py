@@ -1,0 +1,742 @@
+"""DeepSpeed ZeRO: steps on flat fp32 partitions, which may split a matrix at any element, their swap files (NVMe
+offload), and checkpoints. For a `Muon` that is passed to `deepspeed.initialize`.
+
+A separate optimizer core steps each flat that holds matrices. The parameters of the core are shards, which are views of
+the flat. Momentum is as long as the flat and belongs to the state of the optimizer that DeepSpeed holds, so DeepSpeed
+finds, offloads and saves it like any other optimizer's state. Every private attribute of DeepSpeed that shardmuon reads
+is in this file. DeepSpeed is never imported.
+
+[Note: what DeepSpeed steps]
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
+    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flats are reduced,
+    unscaled and clipped. Stages 1 and 2 call `step()` once per group with only this group, stage 3 once per sub-group
+    with all other groups empty, and the BF16 optimizer once. All ranks make the same calls in the same order. The
+    original parameters of the optimizer remain in the model. Their attributes tell where their elements are stored:
+    stages 1 and 2, BF16   see [Note: where a parameter lies]
+    stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
+                           elements [r k, (r + 1) k) of each parameter, k = `partition_numel()`
+    When the plan is made, ranks exchange which elements they hold; together these must cover every parameter once.
+    Before the first update, after loading state, and at audits, each part is compared with the model's weights.
+
+[Note: where a parameter lies]
+    At stages 1 and 2 and with the BF16 optimizer, the parameters of a group are views of one buffer, in an order that
+    DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is cut into equal parts, and rank r
+    of `_dp_group` steps an fp32 copy of part r, the rank's flat. So a parameter's offset in the buffer tells which of
+    its elements a flat holds, and where. DeepSpeed's own record, `_hp_mapping`, follows the order of the groups instead
+    and is wrong with `round_robin_gradients` (0.19.8), so only its presence is read.
+
+[Note: what is swapped]
+    With NVMe offload of optimizer state at stage 3, a sub-group is swapped to files if a rank holds at least max(1 MiB,
+    `aio.block_size`) of it. The files hold the sub-group's weights, all state tensors that are as long as its flat
+    (except tensors with `swappable = False`), and gradients of at least this size. The flat and its state tensors are
+    empty except while they are stepped. Smaller sub-groups stay in memory.
+
+[Note: gradients that do not come back]
+    A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O needs
+    aligned memory addresses: multiples of 512 bytes on most file systems, and of 1 byte up to a page on others. At
+    other addresses the read fails, DeepSpeed ignores the failure, and the buffer's old content is used as gradient.
+    Buffers begin at a page boundary, so offsets determine the alignment. Only offsets of whole pages are allowed.
+
+[Note: one vote before the first call]
+    A training step makes several calls of `step()`. Before the first call changes anything, all ranks that share flats
+    agree that options, momentum and partitions of every flat are valid, AdamW's flats included. A later error on one
+    rank breaks the optimizer, as in any step, and ranks that wait for the failed rank fail at once.
+
+[Note: names of state]
+    DeepSpeed's universal checkpoints know only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
+    flat is called `exp_avg`. `exp_avg_sq` is a single zero expanded to the flat's shape, which takes no memory.
+
+[Note: what DeepSpeed loads]
+    `save_checkpoint` writes a rank's state in memory to a file as usual, and copies the rank's swap files. With NVMe
+    offload, `engine.load_checkpoint` copies the swap files back but does not read the file. So it always loses the
+    weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale. In a new
+    process it also loses swapped state, because the optimizer has no state tensors yet to read the swap files into.
+    `load_checkpoint` in this file loads everything. `_refuse_loaded` raises an error if it was not used.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
+from shardmuon.comm.vote import Fault, current_world, run_together
+from shardmuon.errors import REMEDY, Refused, made_public
+from shardmuon.host import Host, Progress, Stepped, Weight, caller
+from shardmuon.layout.engines.base import Claim, Engine, Group
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.views import Ints
+from shardmuon.momentum.keeper import BUFFER, Keeper
+from shardmuon.muon import Core
+from shardmuon.options import check_hyperparameters
+from shardmuon.step.adamw import init_state, step_adamw
+from shardmuon.step.kept import carry, check_carried, take_carried
+
+if TYPE_CHECKING:
+    from shardmuon.plan.plan import Plan
+
+_TESTED = "0.19.8"
+_PAGE = 4096  # bytes; on every file system, direct I/O can read to addresses that are multiples of a page
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+class _Flat(Core):
+    """Optimizer core that steps the matrices of one flat, a 1-D partition made by ZeRO, with the options of the
+    optimizer that DeepSpeed holds. Lives as long as the flat.
+
+    Attributes:
+        index: Index of the flat's optimizer group.
+        is_muon: True for a flat of matrices. False for a flat of AdamW's parameters, which is stepped as a whole.
+        swapped: True if DeepSpeed keeps the flat in files (NVMe) between steps.
+        parts: For each parameter: name, this rank's slice, and the tensor that is stepped, which is empty until `show`.
+    """
+
+    def __init__(
+        self, core: Stepped, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
+    ) -> None:
+        _refuse_swaps(flat, named)
+        super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
+        params, names = [p for _, p in named], {id(p): name for name, p in named}
+        self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
+        self.swapped = _swapped_numel(flat, _zero3_of(params)) > 0
+        slices, process_group = _slices_of(flat, params)
+        self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
+        self.param_names = [name for name, _, _ in self.parts]
+        self.param_groups = [
+            {**group, "params": [shard for _, _, shard in self.parts], "param_names": self.param_names}
+        ]
+        self.state = defaultdict(dict)
+
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """State of each parameter's part in this flat, by parameter name."""
+        return {name: self.state[shard] for name, _, shard in self.parts}
+
+    def unlike_model(self) -> list[str]:
+        """List the names of parameters whose part in the flat differs from the model's weights."""
+        return [name for name, part, _ in self.parts if part.numel and _differs_from_model(self.flat, part)]
+
+    def show(self) -> None:
+        """Make the shards and their gradients views of the flat and the flat's gradient. Call before each use, since
+        DeepSpeed may have moved them in memory."""
+        flat, grad = self.flat.detach(), self.flat.grad
+        for _, part, shard in self.parts:
+            shard.data = flat.narrow(0, part.offset, part.numel)
+            shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
+
+    def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
+        """Move the variant's state of this flat's matrices (such as NorMuon's second moments) out of `carried` into
+        `states`, after momentum was loaded.
+
+        Args:
+            group: Optimizer group of the flat.
+            carried: Parameter name -> state that a checkpoint contained.
+
+        Raises:
+            ValueError: `carried` lacks state that the group's variant needs.
+        """
+        for name, state in self.states.items():
+            if not state:
+                check_carried(name, group, carried.get(name, {}))
+                state |= {key: v.to(self.flat.device, copy=True) for key, v in carried.pop(name, {}).items()}
+
+
+class DeepSpeedHost(Host):
+    """Integration with DeepSpeed's engine. Active once DeepSpeed has replaced the parameters in the groups by its flat
+    partitions.
+
+    Attributes:
+        groups: For each optimizer group: the group, and the named parameters that it contained at first.
+    """
+
+    in_parts = True
+    packages = ("deepspeed",)
+    clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
+        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
+        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`; AdamW's flats included
+        self._unchecked = True  # compare weights with the model's before the next step
+        self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded variant state, not yet in flats
+        self._num_stepped = 0  # number of flats stepped in this training step
+
+    @property
+    def _params(self) -> list[Tensor]:
+        """Model parameters that the optimizer's groups contained at first."""
+        return [p for _, named in self.groups for _, p in named]
+
+    # -------------------------------------------------------------------------------------------- groups and state
+
+    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
+        """Remember a group's parameters before DeepSpeed replaces them by flat partitions."""
+        self.groups.append((group, list(zip(names, group["params"], strict=True))))
+        self._options.append(_options(group))
+
+    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
+        super().take_over(core, state_dict)
+        self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
+        self._options = [_options(group) for group in core.param_groups]
+        self._unchecked, self._num_stepped = True, 0
+        self._carried, self._flats = {}, {}
+
+    def restore_groups(self, core: Stepped) -> None:
+        """Restore the groups to their state between steps. DeepSpeed itself does so only after a successful step."""
+        core.param_groups = [group for group, _ in self.groups]
+        if _zero3_of(self._params) is not None:
+            for group in core.param_groups:
+                group["params"] = []
+
+    def _restore_options(self, core: Stepped) -> None:
+        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and take out variant state
+        (such as NorMuon's) that was saved in the groups.
+
+        DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position; at stage 3 every
+        group gets the options of the first. Also at stage 3, all sub-groups share one "step" tensor, which each
+        sub-group would increment for all.
+        """
+        carried = take_carried(group for group, _ in self.groups)
+        if carried:
+            self._carried, self._flats = carried, {}
+        for state in core.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+        for index, (group, named) in enumerate(self.groups):
+            names, flats = [name for name, _ in named], group["params"]
+            if group.setdefault("param_names", names) != names:  # DeepSpeed assigned another group's options
+                group.clear()
+                group.update(self._options[index], params=flats, param_names=names)
+            self._options[index] = _options(group)
+
+    def load(self, core: Stepped, load: Callable[[], None]) -> None:
+        """Run `load`. Inside DeepSpeed's `load_checkpoint` or this module's, all ranks run it together, and an error on
+        one rank is raised on all ranks, because DeepSpeed's own collectives follow. Elsewhere, and with
+        `pipeline_loading_checkpoint`, where ranks load one after another, errors are raised only where they occur."""
+        frame = caller("load_checkpoint", "deepspeed", __name__)
+        engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
+        alone = engine is None or engine._config.zero_config.pipeline_loading_checkpoint
+        try:
+            run_together(load, (my_rank(),) if alone else None)
+        except Refused as refused:
+            self.restore_groups(core)
+            if not alone:  # other ranks may have loaded state, and all have new model weights
+                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+            raise
+
+    def saving(self, core: Stepped) -> None:
+        if self.is_active:
+            self._restore_options(core)
+
+    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+        """Put variant state, such as NorMuon's, into the saved groups. It does not fit into the state that DeepSpeed
+        saves, whose tensors must be as long as a flat."""
+        if self.is_active:
+            kept = dict(self._carried)
+            for known in self._flats.values():
+                kept |= {name: state for name, state in known.states.items() if state}
+            # use the first group for all: from a universal checkpoint, stage 3 loads only the first group's options
+            carry(saved["param_groups"][0], kept)
+
+    # ------------------------------------------------------------------------------------------------------ queries
+
+    @property
+    def is_active(self) -> bool:
+        """True if DeepSpeed has replaced the parameters in the groups by its flat partitions."""
+        return self.clips(self._params) is not None
+
+    @classmethod
+    def clips(cls, params: Iterable[Any]) -> str | None:
+        cut = any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
+        return cls.clipping if cut else None
+
+    def plans(self, core: Stepped) -> tuple[Plan, ...]:
+        """Return the plans of all flats that have been stepped so far."""
+        return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
+
+    def weights(self, core: Stepped) -> list[Weight]:
+        """List the parts of parameters in all flats, AdamW's flats included."""
+        if not self._flats:
+            self._attach(core)
+        stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
+        found: list[Weight] = []
+        for known in self._flats.values():
+            if known.swapped:
+                raise ValueError(
+                    f"{known.param_names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
+                    'reaches it. Use offload_optimizer {"device": "cpu"}'
+                )
+            known.show()
+            group, now = self.groups[known.index][0], id(known.flat) in stepped
+            found += [Weight(name, part.param, shard, group, now) for name, part, shard in known.parts]
+        return found
+
+    def has_stepped_all(self, core: Stepped) -> bool:
+        return self._num_stepped >= len(self._flats)
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
+        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. This
+        stage is recognized by its first call of `step`, which only creates state, with zero gradients."""
+        return _refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
+
+    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+        """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
+        try:
+            # a training step begins: see [Note: one vote before the first call]
+            if self._num_stepped in (0, len(self._flats)):
+                self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
+                run_together(lambda: self._begin(core, fault))
+                self._unchecked = False
+            progress.changing = True
+            if fault.cause is not None:
+                raise fault.cause
+            self._step_flats(core)
+            step_adamw(core.param_groups, core.state, set)
+        except BaseException as error:
+            self.restore_groups(core)
+            if isinstance(error, Refused) and self._num_stepped:
+                core.broken = f"{error}. Other groups had been updated already. {REMEDY}"
+            self._num_stepped = 0
+            raise
+
+    def _begin(self, core: Stepped, fault: Fault) -> None:
+        """Check all flats of this rank before the first update of a training step. Raises the first error found.
+        Weights are not changed."""
+        if fault.cause is not None:
+            raise fault.cause
+        stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
+        if getattr(_zero3_of(self._params), "swap_optimizer", False):
+            _refuse_loaded(caller("_take_model_step", "deepspeed"))
+        self._restore_options(core)
+        for index, (group, _) in enumerate(self.groups):
+            check_hyperparameters(f"group {index}: ", group)
+        if not self._flats:
+            self._attach(core)
+        for known in self._flats.values():
+            if not known.swapped:  # swapped flats get their state when they are stepped, one at a time
+                self._state(core, known)
+            if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
+                known.take(self.groups[known.index][0], self._carried)
+        # swapped flats of other calls are not compared, as DeepSpeed may still read them from files (`pipeline_read`)
+        here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
+        wrong = [name for known in here for name in known.unlike_model()] if self._unchecked else []
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
+                "after deepspeed.initialize(), write them to the model (at stage 3 under deepspeed.zero."
+                "GatheredParameters([p], modifier_rank=0)), then call engine.optimizer.refresh_fp32_params(). If "
+                "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
+            )
+        if not stepped <= self._flats.keys():
+            raise ValueError(
+                "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
+                "replaced it. Make the optimizer from the groups as they are and initialize again"
+            )
+
+    def _attach(self, core: Stepped) -> None:
+        """Make a `_Flat` for every flat partition, after checking DeepSpeed's version and options."""
+        _check_version()
+        _refuse_options(core.keeper, self.groups)
+        zero3 = _zero3_of(self._params)
+        flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        if zero3 is not None:  # stage 3 puts flats into the groups only while they are stepped
+            flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
+        self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
+
+    def _state(self, core: Stepped, known: _Flat) -> dict[str, Any]:
+        """Return the state of a flat, created as zeros if missing. It must be complete when the first flat has been
+        stepped, because DeepSpeed looks for state only then."""
+        flat = known.flat
+        state: dict[str, Any] = core.state[flat]
+        if not known.is_muon:
+            init_state(flat, flat, state)
+            return state
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(flat)
+            if not known.swapped:  # DeepSpeed would write the expanded tensor to a file at full size
+                state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+        if state["exp_avg"].shape != flat.shape:
+            raise ValueError(
+                f"the momentum of a ZeRO partition has shape {tuple(state['exp_avg'].shape)}, the partition "
+                f"{tuple(flat.shape)}: load a checkpoint of this number of ranks and these groups, or a universal one"
+            )
+        return state
+
+    def _step_flats(self, core: Stepped) -> None:
+        """Step the flats of this call. If preparing a flat fails, the other ranks learn of the error in the vote of the
+        flat's core."""
+        for group in core.param_groups:
+            for flat in group["params"]:
+                known = self._flats[id(flat)]
+                if known.is_muon:
+                    known.broken, fault = None, Fault()
+                    with fault:
+                        known.param_groups[0].update(_options(group) | {"param_names": known.param_names})
+                        known.show()
+                        momentum = self._state(core, known)["exp_avg"]
+                        for _, part, shard in known.parts:
+                            known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
+                    known.take_step(fault)
+                    core.state[flat]["step"] += 1
+                self._num_stepped += 1
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+class _Slice(NamedTuple):
+    """Part of one parameter in this rank's flat, the 1-D partition that DeepSpeed steps.
+
+    Attributes:
+        param: The model's parameter.
+        start: Index of the first element in the flattened parameter.
+        numel: Number of elements; 0 if the flat holds nothing of the parameter.
+        offset: Index of the first element in the flat.
+    """
+
+    param: Tensor
+    start: int
+    numel: int
+    offset: int
+
+
+def _shape_of(param: Tensor) -> Ints:
+    """Return the full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+# ---------------------------------------------------------------------------------------- positions of parameters
+
+
+def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
+    """Find the slices of parameters in a flat, the 1-D partition that DeepSpeed steps on this rank.
+
+    Args:
+        flat: Tensor that DeepSpeed put into a group of the optimizer.
+        params: Model parameters that the group contained before.
+
+    Returns:
+        This rank's slices of all trainable parameters in the flat's group or sub-group, in an order that is the same on
+        all ranks (empty slices included), and the process group over which these parameters are partitioned.
+
+    Raises:
+        ValueError: The tensor is not a flat of these parameters, or DeepSpeed partitions in a way that is not
+            supported.
+    """
+    zero3 = _zero3_of(params)
+    slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
+    known, found = {id(p) for p in params}, {id(part.param) for part in slices}
+    wrong = [part.param for part in slices if id(part.param) not in known]
+    if zero3 is None:  # at stage 3, parameters of the group may be in other sub-groups
+        wrong += [p for p in params if p.requires_grad and id(p) not in found]
+    if wrong:
+        raise ValueError(
+            f"parameters of shapes {[_shape_of(p) for p in wrong]} are in ZeRO partitions, and the optimizer was not "
+            "made with them, or the other way round: DeepSpeed has put others in their place (AutoTP, AutoEP), or they "
+            "were frozen in initialize(). Set autotp_size=1, leave expert_parallel out, or make the optimizer anew"
+        )
+    for part in slices:
+        if getattr(part.param, "tensor_model_parallel", False) or getattr(part.param, "ds_is_replaced_module", False):
+            raise ValueError(
+                f"a parameter of shape {_shape_of(part.param)} is a tensor-parallel shard (AutoTP), and the ZeRO "
+                f"partition that DeepSpeed steps in its place is not known to be one. {_TENSOR_PARALLEL}"
+            )
+    return slices, group
+
+
+def _check_version() -> None:
+    """Raise ValueError if DeepSpeed is older than the tested version, because older versions pass wrong gradients to
+    the optimizer with some settings (benchmarks/results/nvme.md)."""
+    here = sys.modules["deepspeed"].__version__
+    if TorchVersion(here) < _TESTED:
+        raise ValueError(
+            f"DeepSpeed {here}: before {_TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"contiguous_gradients false), with any optimizer. Install deepspeed=={_TESTED}"
+        )
+
+
+def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
+    """Find the slices of parameters in a flat, and their process group, at stages 1 and 2 and with the BF16 optimizer:
+    see [Note: where a parameter lies]."""
+    members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
+    tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
+    if tagged is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(tagged.shape)} has the attribute use_muon=True: with an optimizer whose "
+            "class name contains 'muon' DeepSpeed orthogonalizes the gradients itself at stages 1 and 2, before "
+            'step(). Take "optimizer" out of the configuration: where its type is Muon, deepspeed.initialize() sets '
+            "the attribute. If you set it, delete it before; to route parameters write param_groups(model, "
+            "overrides=...)"
+        )
+    if len({p.untyped_storage().data_ptr() for p in members}) > 1 or not all(p.is_contiguous() for p in members):
+        raise ValueError(
+            "the parameters of a group are no longer views of one of DeepSpeed's buffers: something gave them storage "
+            "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
+        )
+    group = members[0]._dp_group
+    first = group_ranks(group).index(my_rank()) * flat.numel()  # begin of this rank's partition in the buffer
+    begin = min(p.storage_offset() for p in members)
+    slices = []
+    for p in members:
+        place = p.storage_offset() - begin  # position in the buffer
+        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
+        slices.append(_Slice(p, start - place, stop - start, start - first) if start < stop else _Slice(p, 0, 0, 0))
+    return slices, group
+
+
+def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
+    """Find the slices of parameters in a flat, and their process group, at stage 3, where each rank holds an equal part
+    of each parameter, padded at the end."""
+    kind = type(zero3).__name__
+    if kind != "DeepSpeedZeroOptimizer_Stage3":
+        raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
+    # with other values, parameters are partitioned differently, or DeepSpeed's own Adam steps parts of them
+    for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
+        found = getattr(zero3, name, allowed)
+        if found != allowed:
+            raise ValueError(
+                f"{name}={found!r} of ZeRO 3 (hpZ, partial offload, ZenFlow) is not supported: leave it out"
+            )
+    number = _number_of(flat, zero3)
+    params, offset, slices = zero3.fp16_groups[number], 0, []
+    group = params[0].ds_process_group
+    ranks = group_ranks(group)
+    rank = ranks.index(my_rank())
+    for p in params:
+        place = zero3.grad_position[zero3.get_param_id(p)]
+        size = p.partition_numel()
+        if tuple(place[:2]) != (number, offset) or size * len(ranks) < p.ds_numel or p.ds_process_group is not group:
+            raise ValueError(
+                f"a parameter of {p.ds_numel} elements on {len(ranks)} ranks is said to lie at {tuple(place)} in "
+                f"sub-group {number}, expected offset {offset}"
+            )
+        start, stop = min(rank * size, p.ds_numel), min((rank + 1) * size, p.ds_numel)
+        slices.append(_Slice(p, start, stop - start, offset))
+        offset += size
+    return slices, group
+
+
+def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
+    """True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's weights.
+    False if the slice or the weights are currently in swap files, so that they cannot be compared.
+    """
+    param: Any = part.param
+    if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
+        if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
+            return False
+        own = param.ds_tensor.detach().view(-1)[: part.numel]
+    else:
+        own = param.detach().view(-1)[part.start : part.start + part.numel]
+    mine = flat.detach().narrow(0, part.offset, part.numel).to(own.device, own.dtype)
+    return not (torch.equal(own, mine) or bool((own.eq(mine) | (own.isnan() & mine.isnan())).all()))
+
+
+def _refuse_copies() -> None:
+    """Raise ValueError for ZeRO stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The
+    copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would look like a whole matrix."""
+    raise ValueError(
+        f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
+        "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
+        "Train in fp32, or at ZeRO stage 1"
+    )
+
+
+def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]]) -> None:
+    """Raise ValueError for options that are not supported with ZeRO's partitions, and if weights are offloaded to NVMe,
+    because DeepSpeed may corrupt them: it may round fp32 weights to bf16, and it reads weights into memory addresses
+    that direct I/O does not support.
+
+    Args:
+        keeper: How the optimizer stores momentum.
+        groups: For each optimizer group: the group, and (name, parameter) of the model parameters in it.
+    """
+    if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
+        raise ValueError(
+            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
+            "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave these options out; use "
+            "offload_optimizer in its config"
+        )
+    for index, (group, named) in enumerate(groups):
+        if group["use_muon"] and group.get("tp_group") is not None:
+            raise ValueError(
+                f"group {index}: tp_group={group['tp_group']!r}: ZeRO partitions of tensor-parallel shards are not "
+                f"supported. {_TENSOR_PARALLEL}, or leave tp_group out"
+            )
+        for name, p in named:
+            if getattr(p, "nvme_swapper", None) is not None:
+                raise ValueError(
+                    f'{name}: offload_param to NVMe is not supported. Write offload_param: {{"device": "cpu"}}; '
+                    "offload_optimizer to NVMe is"
+                )
+
+
+_TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_dim, or set autotp_size=1"
+
+
+def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
+    """Make a leaf tensor that is stepped in place of a parameter. It is empty at first; each step makes it a view of
+    the parameter's slice of the flat."""
+    shard = torch.nn.Parameter(flat.new_empty(0))
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
+    return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
+
+
+class DeepSpeedEngine(Engine):
+    """Engine that raises an error for model parameters partitioned by ZeRO 3, which only DeepSpeed's optimizer can
+    step."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        return hasattr(param, "ds_shape")
+
+    def shape(self, param: Tensor) -> Ints:
+        return _shape_of(param)
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        raise ValueError(
+            "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
+            "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ swap files
+
+
+def _zero3_of(params: Iterable[Tensor]) -> Any:
+    """Return DeepSpeed's stage-3 optimizer if it steps any of these model parameters, otherwise None."""
+    return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+
+
+def _swapped_numel(flat: Tensor, zero3: Any) -> int:
+    """Return the number of elements of a flat that DeepSpeed swaps to files; 0 for a flat that stays in memory."""
+    if not getattr(zero3, "swap_optimizer", False):
+        return 0
+    number = _number_of(flat, zero3)
+    return int(zero3.fp16_partitioned_groups_flat_numel[number]) if zero3._swappable_optimizer_subgroup(number) else 0
+
+
+def _number_of(flat: Tensor, zero3: Any) -> int:
+    """Find the index of the stage-3 sub-group to which a flat belongs."""
+    return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
+
+
+def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError if a swapped gradient of the flat's sub-group would be read into a memory address that direct
+    I/O may not support: see [Note: gradients that do not come back]. `named`: (name, parameter) pairs of the flat's
+    optimizer group."""
+    zero3 = _zero3_of(p for _, p in named)
+    if not _swapped_numel(flat, zero3):
+        return
+    names = {id(p): name for name, p in named}
+    least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
+    for p in zero3.fp16_groups[_number_of(flat, zero3)]:
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # in the sub-group's buffer, with padding
+        if numel * size >= least and offset * size % _PAGE:
+            name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
+            raise ValueError(
+                f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
+                f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
+                "DeepSpeed does not notice that a read fails and would step an old gradient in its place. Put "
+                f"parameters whose elements a rank are no multiple of {_PAGE // size} into a group of their own, or "
+                'pad them, or write offload_optimizer: {"device": "cpu"}'
+            )
+
+
+def _refuse_loaded(step: FrameType | None) -> None:
+    """Raise ValueError if a checkpoint was loaded by `engine.load_checkpoint` instead of this package's
+    `load_checkpoint`. The engine's attribute `loaded_checkpoint_dp_world_size` tells.
+
+    Args:
+        step: Stack frame of the engine's method that calls `step()`, or None.
+    """
+    if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
+        raise ValueError(
+            "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
+            "state in a new process and never the weights of small sub-groups. Start again and load it with "
+            "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
+        )
+
+
+# --------------------------------------------------------------------------------- checkpoints with NVMe offload
+
+
+def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """Load a DeepSpeed checkpoint completely. Use this function in place of `engine.load_checkpoint`, which loses state
+    with NVMe offload. Collective over all ranks. It reads pickles, so load only files that you trust.
+
+    Args:
+        engine: Engine returned by `deepspeed.initialize`, with a `shardmuon.Muon` as optimizer.
+        load_dir: Folder written by `engine.save_checkpoint` on the same number of ranks.
+        tag: Tag of the checkpoint in the folder. Default: the latest.
+        options: Options of `engine.load_checkpoint`. With NVMe offload, only `load_module_strict` and
+            `load_lr_scheduler_states` are allowed.
+
+    Returns:
+        Result of `engine.load_checkpoint`: (path, client state).
+
+    Raises:
+        ValueError: The checkpoint does not fit on some rank. Raised on all ranks, before anything changes. If only the
+            optimizer's state does not fit, however, everything else has been loaded, and further steps raise errors.
+    """
+    zero3 = engine.optimizer
+    with made_public():
+        if not getattr(zero3, "swap_optimizer", False):
+            return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
+        saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
+        found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
+        zero3.checkpoint_event_prologue()
+        zero3.load_state_dict([saved] * num_ranks())  # read the swap files again, now that state tensors exist
+        zero3.checkpoint_event_epilogue()
+        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would raise an error
+    return found
+
+
+def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the file with this rank's optimizer state dict, and replace empty tensors of swapped state by zeros. Raises
+    ValueError if the file or the saved swap files do not fit the engine's partitions."""
+    unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
+    if unknown or engine.load_universal_checkpoint():
+        raise ValueError(
+            f"with NVMe offload all of a plain checkpoint is loaded, found {unknown or 'load_universal'}: leave it out"
+        )
+    tag = tag if tag is not None else (folder / "latest").read_text().strip()
+    zero3 = engine.optimizer
+    path = Path(engine._get_zero_ckpt_name(str(folder), tag))
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False).get("optimizer_state_dict", {})
+    flats = zero3.fp32_partitioned_groups_flat
+    swapped = [_swapped_numel(flat, zero3) for flat in flats]
+    mine = [0 if numel else flat.numel() for flat, numel in zip(flats, swapped, strict=True)]
+    theirs = [flat.numel() for flat in saved.get("fp32_flat_groups", ())]
+    ranks = saved.get("partition_count")
+    if mine != theirs or ranks != zero3.partition_count:
+        raise ValueError(
+            f"{path}: saved by {ranks} ranks with sub-groups of {theirs} elements in memory (0: in files), here "
+            f"are {zero3.partition_count} ranks with {mine}. Use the same ranks, groups and offload settings"
+        )
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    copies = folder / tag / "offloaded_tensors" / f"rank{rank:02d}"
+    files = [f"{flat.ds_id}.tensor.swp" for flat, numel in zip(flats, swapped, strict=True) if numel]
+    missing = [name for name in files if not (copies / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
+            "the same model as when it was saved, in a process that has made no other engine"
+        )
+    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: use zeros as placeholders
+        state = saved["optimizer_state_dict"]["state"].get(number, {})
+        for key, value in state.items() if numel else ():
+            if isinstance(value, Tensor) and value.shape == (0,):
+                state[key] = value.new_zeros(()).expand(numel)
+    return saved
