@@ -26,7 +26,7 @@ from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by,
 from shardmuon.options import MuonConfig, per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser, Task
-from shardmuon.plan.items import Policy
+from shardmuon.plan.plan import Policy
 from shardmuon.step.options import settings_of
 from shardmuon.step.update import Rounding
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping, scaled_, stages_of

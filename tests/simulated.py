@@ -22,8 +22,8 @@ from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Kept, Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Kept, Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding

@@ -455,7 +455,7 @@ class Muon(Core, Optimizer):
         momentum_device: Device of stored momentum: None (the parameter's) or "cpu".
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
         bucket_bytes: Maximum size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None: the
-            planner chooses the cheapest size, within the bound that `shardmuon.plan.items.Policy` states.
+            planner chooses the cheapest size, within the bound that `shardmuon.plan.plan.Policy` states.
         audit_every: Compare the first step and every `audit_every`-th step with a dense reference. If such a step
             differs from Muon's, every rank raises AuditError once the step is complete. None: audit a step only if
             `shardmuon.audit` requests it. docs/audit.md.

@@ -32,7 +32,7 @@ from shardmuon.comm.groups import MADE
 from shardmuon.comm.lanes import close_lane
 from shardmuon.comm.vote import Ballot, Flag, Phase
 from shardmuon.errors import REMEDY, UNCHANGED
-from shardmuon.plan.turns import turns
+from shardmuon.price.clock import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing import RankPool

@@ -21,8 +21,8 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import _near_one, _normalize_in_fp64, _row_blocks, empty_batch, normalize
 from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.plan.items import Policy
-from shardmuon.plan.plan import make_plan
+from shardmuon.plan.plan import Policy
+from shardmuon.plan.planner import make_plan
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway_
 from shardmuon.variants.norms import line_norms
 

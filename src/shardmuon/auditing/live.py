@@ -38,7 +38,7 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.plan.items import Item
+from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, chooser_of, fingerprint, listed_of
 from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal

@@ -32,8 +32,8 @@ from shardmuon.layout.views import MatrixView, kept_view
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig
-from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 from shardmuon.step.binding import check_blocks, make_spec
 from shardmuon.step.options import OptionsReader

@@ -26,8 +26,7 @@ from typing import Literal, NamedTuple
 
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.plan.items import Bucket, Item, Key
-from shardmuon.plan.plan import Plan
+from shardmuon.plan.plan import Bucket, Item, Plan
 
 _ALIGNMENT = 64  # bytes; equal alignment of all matrices of a batch makes a result independent of its place in it
 
@@ -78,7 +77,7 @@ class KeptLoad(NamedTuple):
     size: int = 0
 
 
-class Batch(NamedTuple):
+class _Batch(NamedTuple):
     """Matrices of one shape that are orthogonalized in one call.
 
     Attributes:
@@ -127,7 +126,7 @@ class Program:
 
     bucket: Bucket
     rank: int
-    batches: tuple[Batch, ...]
+    batches: tuple[_Batch, ...]
     batch_numel: int
     own: tuple[Load, ...]
     gather: Wire
@@ -197,13 +196,13 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
-def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Key, int], int]:
+def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:
     """Place the matrices that this rank owns, sorted by `_batch_key`, in one buffer. Returns the batches, the offset of
     each matrix, and the buffer's size in elements."""
-    found, slots, end = list[Batch](), dict[Key, int](), 0
+    found, slots, end = list[_Batch](), dict[tuple[int, int], int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)
-        found.append(Batch(alike, (len(alike), rows, cols), end, stride))
+        found.append(_Batch(alike, (len(alike), rows, cols), end, stride))
         for number in alike:
             slots[plan.items[number].key] = end
             end += stride

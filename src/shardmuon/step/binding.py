@@ -30,8 +30,8 @@ from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser, Task, is_narrow, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
-from shardmuon.plan.items import Bucket, Kept, Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Bucket, Kept, Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import machine_of
 from shardmuon.step.bucket import Bound, Buckets
