@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -120,23 +119,6 @@ def _place(error: BaseException) -> str:
     """Format the file and line at which an exception was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "no text"
-
-
-_SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
-
-
-def told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the error texts of all ranks: each different text once, with the ranks that reported it, as in "ranks 0-7:
-    out of memory"."""
-    found: dict[str, set[int]] = {}
-    for said in everyone:
-        if said is not None:
-            signed = _SIGNED.match(said)
-            found.setdefault(signed[2] if signed else said, set()).update({int(signed[1])} if signed else ())
-    return [
-        f"rank{'s' * (len(of) > 1)} {ranks_text(tuple(sorted(of)))}: {text}" if of else text
-        for text, of in found.items()
-    ]
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

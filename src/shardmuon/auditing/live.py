@@ -146,7 +146,7 @@ class StepAudit:
         with fault:
             listed = self._listed()
         try:
-            table = bind(self._rank, listed, beyond=(component,), before=component, fault=fault)
+            table = bind(listed, beyond=(component,), before=component, fault=fault)
         except Refused as wrong:
             if wrong.cause is not None and not isinstance(wrong.cause, Exception):
                 raise

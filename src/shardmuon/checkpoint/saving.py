@@ -308,7 +308,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                     f"{names[id(param)]}: it is a plain shard (tensor_model_parallel) that is in no group of the "
                     "optimizer, so which part it is cannot be told. Give it to the optimizer, frozen or not"
                 )
-    table = bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
+    table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
     def remember() -> None:  # a tensor-parallel shard alone does not tell its global shape
         for one, layout in zip(table.params, table.layouts, strict=True):

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
@@ -376,10 +376,10 @@ class _Clipping(TableCall[_BoundGradients]):
             Refused: Gradients or arguments are wrong on some rank. Raised on every rank; nothing has been scaled.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
-        bound, verdict = agree(self, self.fault)
+        bound, verdict = self.agree(self.fault)
         if verdict.presence & _ALIGN:
             self._align(bound)
-            bound, verdict = agree(self, self.fault, bound)
+            bound, verdict = self.agree(self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
         everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
         loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]

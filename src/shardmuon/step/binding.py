@@ -133,7 +133,7 @@ def _buckets(
 ) -> Buckets:
     found = []
     for bucket, home in buckets:
-        device = wire_device(home, ns_device, bucket.ranks if bucket.exchange else (rank,))
+        device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
         found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device))
     return Buckets(found)
 

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.comm.vote import Fault, current_world, run_together
+from shardmuon.comm.groups import current_world, my_rank, num_ranks
+from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
