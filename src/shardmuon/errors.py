@@ -17,7 +17,6 @@ import torch
 
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
 HALF_DONE = "Weights and momentum may be half updated"
-HALF_LOADED = "Load a checkpoint into model and optimizer on all ranks"
 REMEDY = "Start the ranks again from the last checkpoint"
 RELOAD = "Load the last checkpoint into model and optimizer, or accept them as they are: optimizer.broken = None"
 
@@ -32,12 +31,12 @@ class ExchangeError(RuntimeError):
     """
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
 
 
 def stays_itself(error: BaseException) -> bool:
     """True for interrupts and out-of-memory errors, which the rank on which they occurred re-raises unchanged."""
-    return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
+    return isinstance(error, _OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
 class Refused(ValueError):
@@ -96,7 +95,7 @@ def about(name: str) -> Iterator[None]:
     all other exceptions become a ValueError."""
     try:
         yield
-    except OUT_OF_MEMORY as wrong:
+    except _OUT_OF_MEMORY as wrong:
         wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")  # `fault_text` says it to the other ranks
         raise
     except Exception as wrong:
@@ -112,13 +111,9 @@ def fault_text(error: BaseException, where: str = "") -> str:
         return text
     if isinstance(error, KeyError):
         return f"{where}lacks the option {text}"
-    return f"{where}{type(error).__name__}: {text or _place(error)}"
-
-
-def _place(error: BaseException) -> str:
-    """Format the file and line at which an exception was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"raised at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "no text"
+    for frame in traceback.extract_tb(error.__traceback__)[-1:] if not text else ():
+        text = f"raised at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"{where}{type(error).__name__}: {text or 'no text'}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

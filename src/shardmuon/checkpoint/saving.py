@@ -44,7 +44,7 @@ from shardmuon._torch import names_in
 from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.errors import HALF_LOADED, ExchangeError, about, fault_text, made_public
+from shardmuon.errors import ExchangeError, about, fault_text, made_public
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
@@ -229,7 +229,8 @@ def _take_over(
         run_together(lambda: set_weights(weights))
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, broken = before
-        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"  # unless the old ones return
+        remedy = "Load a checkpoint into model and optimizer on all ranks"
+        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"  # unless the old ones return
         run_together(lambda: set_weights(old) if old else None)
         optimizer.broken = broken
         raise

@@ -29,13 +29,14 @@ from shardmuon.layout.mesh import OnMesh, Shard, flat_part, reading
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import MatrixView, kept_view
+from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
-from shardmuon.step.binding import check_blocks, make_spec
+from shardmuon.step.binding import make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
 

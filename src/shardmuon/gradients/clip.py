@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
-from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
+from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_public, stays_itself
 from shardmuon.gradients.norms import by_kind, combine, norm_of
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall
@@ -134,7 +134,7 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
     except BaseException as wrong:
         for one in listed:
             one.param.grad = None
-        if isinstance(wrong, (ExchangeError, *OUT_OF_MEMORY)) or not isinstance(wrong, Exception):
+        if isinstance(wrong, ExchangeError) or stays_itself(wrong):
             raise
         raise ExchangeError(
             f"clipping ended on rank {my_rank()} alone: {fault_text(wrong)}. Its gradients are dropped, those of other "
