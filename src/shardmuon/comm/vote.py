@@ -38,7 +38,7 @@ import math
 import pickle
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntFlag
 from functools import partial
 from types import TracebackType
@@ -291,9 +291,12 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
     if before is not None and len(before) > 1:
         everyone = lane_of(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
-    for ranks in _talks(sets, known):
-        for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
-            known.update(heard)
+    num_done = 0
+    while num_done < _num_rounds(known):  # all ranks of a component stop after the same round
+        for ranks in in_order(sets):
+            for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
+                known.update(heard)
+        num_done += 1
     _refuse(known, fault)
     return {rank: known[rank].facts for rank in sorted(known)}
 
@@ -301,23 +304,6 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
 def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     """Sort sets into the order in which every rank communicates: small sets first. Drops sets of one rank."""
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
-
-
-def _largest(sets: Sequence[Ranks]) -> list[Ranks]:
-    """Return the sets that are not a proper subset of another set."""
-    return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
-
-
-def _talks(sets: Sequence[Ranks], known: _Known) -> Iterator[Ranks]:
-    """Yield the sets of ranks with which to exchange entries, round by round, until `known` has the whole component.
-    For each set, the caller sends `known` to its ranks and adds their entries to `known`.
-
-    All ranks of a component stop after the same round, provided that each set is listed by all of its ranks.
-    """
-    num_done = 0
-    while num_done < _num_rounds(known):
-        yield from in_order(sets)
-        num_done += 1
 
 
 def _num_rounds(known: _Known) -> float:
@@ -476,7 +462,8 @@ class Call(ABC, Generic[_K]):
         for _ in range(2):  # a second try after an interrupt, since the other ranks wait for this rank
             with fault:
                 before = self.before()
-                sets = _largest(in_order(self.sets(fault) if before is None else [before]))
+                sets = in_order(self.sets(fault) if before is None else [before])
+                sets = [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
                 break
         flags = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE)
         for ranks in sets:
@@ -513,17 +500,13 @@ def refuse_unlike(
     """
     component, unlike, mine = tuple(everyone), None, None
     with fault:
-        unlike = _first_unlike(everyone)
+        for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
+            # unlike digests, or a digest on only some of the ranks
+            if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
+                unlike = ranks
+                break
         if unlike is not None and unlike in everyone[my_rank()]:
             mine = lines(unlike)
     told = dict(zip(component, gather(mine, component, fault), strict=True))
     if unlike is not None:
         raise Refused(text(unlike, [told[rank] for rank in unlike if rank in told]))
-
-
-def _first_unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
-    """Return the first set, small sets first, with different digests, or with a digest on only some of its ranks."""
-    for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-        if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
-            return ranks
-    return None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_bare, is_dtensor, local_if_any
+from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.vote import Unlike
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.flat import home_of
@@ -234,17 +234,13 @@ def _forget_adamw(state: MutableMapping[str, Any]) -> None:
 def gradient_dtype(param: Tensor) -> torch.dtype | None:
     """Return the dtype of a parameter's gradient; None if it is unknown until there is a gradient (`param.grad_dtype`
     is None)."""
-    if param.grad is not None:
-        return param.grad.dtype
-    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype) if param.grad is None else param.grad.dtype
     return dtype
 
 
 def offloaded_from(param: Tensor) -> torch.device | None:
     """Return the accelerator from which a parameter was offloaded to the CPU; None if it was not offloaded, or if the
     tensor does not show it."""
-    if is_bare(param):
-        return None
     if not is_dtensor(param):
         return home_of(param)
     kind = param.device_mesh.device_type

@@ -103,10 +103,6 @@ class Item(NamedTuple):
         return self.param, self.matrix
 
     @property
-    def short(self) -> int:
-        return min(self.rows, self.cols)
-
-    @property
     def numel(self) -> int:
         return self.rows * self.cols
 
@@ -197,7 +193,14 @@ class Plan:
 
     def __str__(self) -> str:
         reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in self.items if i.reason)
-        return "\n".join([_rows(self), *reasons, *_balance(self), *self.notes])
+        lines, loads = [_rows(self), *reasons], self.loads().values()
+        if any(loads):
+            mean = sum(loads) / len(loads)
+            lines.append(
+                f"{len(self.items)} matrices, {len(self.buckets)} buckets; most loaded rank {max(loads) / mean:.2f}x "
+                f"of the mean {mean / 1e9:.2f} GFLOP a step"
+            )
+        return "\n".join([*lines, *self.notes])
 
 
 def _rows(plan: Plan) -> str:
@@ -210,15 +213,3 @@ def _rows(plan: Plan) -> str:
             owners, held = ",".join(map(str, item.owners)), f"ranks {ranks_text(tuple(spec.layout.tiles[item.matrix]))}"
             rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
     return table(rows)
-
-
-def _balance(plan: Plan) -> list[str]:
-    """Make the line of a printed plan that compares the most loaded rank with the mean. Empty if there is no work."""
-    loads = plan.loads().values()
-    if not any(loads):
-        return []
-    mean = sum(loads) / len(loads)
-    return [
-        f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank {max(loads) / mean:.2f}x of the "
-        f"mean {mean / 1e9:.2f} GFLOP a step"
-    ]

@@ -397,14 +397,13 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
 # ------------------------------------------------------------------------------------------------------- estimated time
 
 
-def _prices(specs: Sequence[Spec], items: Iterable[Item], machine: Machine) -> dict[_Key, _Priced]:
-    spreads, found = dict[ParamLayout, _Spread](), dict[_Key, _Priced]()
+def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> dict[_Key, _Priced]:
+    layouts, found = {specs[item.param].layout for item in items}, dict[_Key, _Priced]()
+    spreads = {layout: _spread_of(layout, machine.per_node) for layout in layouts}
     for item in items:
         layout, owner = specs[item.param].layout, item.owners[0]
-        if layout not in spreads:
-            spreads[layout] = _spread_of(layout, machine.per_node)
         spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
-        batch = _products_of(item.short, item.how, item.cost, machine)
+        batch = _products_of(min(item.rows, item.cols), item.how, item.cost, machine)
         found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
     return found
 

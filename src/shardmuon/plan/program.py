@@ -273,7 +273,13 @@ def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
     several shapes.
     """
-    return tuple(_rows(_rows([_merged(copy) for copy in copies])))
+    found = [_merged(copy) for copy in copies]
+    for _ in range(2):
+        forms = defaultdict[object, list[Copy]](list)
+        for copy in found:
+            forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
+        found = [run for alike in forms.values() for run in _runs(alike)]
+    return tuple(found)
 
 
 def _merged(copy: Copy) -> Copy:
@@ -288,14 +294,6 @@ def _merged(copy: Copy) -> Copy:
             dims.append((size, here, there))
     sizes, here_strides, there_strides = zip(*(dims or [(1, 1, 1)]), strict=True)
     return Copy(sizes, BufferPlace(copy.here.start, here_strides), BufferPlace(copy.there.start, there_strides))
-
-
-def _rows(copies: Iterable[Copy]) -> list[Copy]:
-    """Find copies of equal sizes and strides at equal distances, and merge each series of them into one copy."""
-    forms = defaultdict[object, list[Copy]](list)
-    for copy in copies:
-        forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
-    return [run for alike in forms.values() for run in _runs(alike)]
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
