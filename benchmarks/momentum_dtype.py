@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.stores import BLOCK, Stream, decode, encode, round_by, scale_shape, step_stored_
+from shardmuon.momentum.stores import BLOCK, Stream, _round_by, decode, encode, scale_shape, step_stored_
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.step.update import momentum_into_
 
@@ -46,7 +46,7 @@ def random_bits(x: Tensor) -> Tensor:
 
 ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16, to nearest": lambda x: x.bfloat16().float(),
-    "bf16, at random": lambda x: round_by(x, random_bits(x)).float(),
+    "bf16, at random": lambda x: _round_by(x, random_bits(x)).float(),
     "int8, equal steps, to nearest": linear_nearest,
     "int8, square code, to nearest": lambda x: decode(*encode(x, 1)),
     "int8, square code, at random": lambda x: decode(*encode(x, 1, x, random_bits(x))),

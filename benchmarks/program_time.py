@@ -21,8 +21,8 @@ import common
 
 from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.plan import make_plan
+from shardmuon.plan.plan import Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 
 # of 1,024 shards those of 1,408 rows leave 320 ranks empty

@@ -370,8 +370,8 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
     from shardmuon.layout.mesh import reading
     from shardmuon.layout.pieces import ParamLayout
     from shardmuon.layout.views import matrix_view
-    from shardmuon.plan.items import Policy
-    from shardmuon.plan.plan import make_plan
+    from shardmuon.plan.plan import Policy
+    from shardmuon.plan.planner import make_plan
 
     view, ranks = matrix_view((16, 32)), tuple(range(math.prod(mesh)))
     layouts = [

@@ -272,17 +272,17 @@ class _Mirror:
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
         """Return the sum of all digests, which are equal and cancel."""
-        *said, _, presence = message
-        return *said, 0, presence
+        phase, flags, _, presence = message
+        return phase, flags, 0, presence
 
     def share(self, value: bytes, what: str) -> list[Any]:
         return [_said_by(rank, pickle.loads(value)) for rank in self.ranks]
 
 
 def _said_by(rank: int, said: Any) -> Any:
-    if isinstance(said, dict) and all(isinstance(entry, vote.Entry) for entry in said.values()):
+    if isinstance(said, dict) and all(isinstance(entry, vote._Entry) for entry in said.values()):
         return {rank: _said_by(rank, said[my_rank()])}
-    if isinstance(said, vote.Entry):
+    if isinstance(said, vote._Entry):
         ties = tuple(Ties((rank,), tie.mates) for tie in said.facts.ties)
         return said._replace(facts=said.facts._replace(ties=ties))
     return said

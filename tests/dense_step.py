@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import MatrixView
-from shardmuon.momentum.stores import NEAREST, Stream, decode, encode, round_by, scale_shape
+from shardmuon.momentum.stores import _NEAREST, Stream, _round_by, decode, encode, scale_shape
 from shardmuon.options import MuonConfig, per_step
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Policy
+from shardmuon.plan.plan import Policy
 from shardmuon.step.options import settings_of
 from shardmuon.step.update import Rounding
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping, scaled_, stages_of
@@ -209,7 +209,7 @@ class _Param:
             self.state["momentum_buffer"], self.state["momentum_scale"] = made
         elif rounded:  # at random where it moved by less than a spacing of bf16
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
-            self.state["momentum_buffer"] = round_by(new, torch.where(less, self._bits("momentum"), NEAREST))
+            self.state["momentum_buffer"] = _round_by(new, torch.where(less, self._bits("momentum"), _NEAREST))
         else:
             self.state["momentum_buffer"] = new
         return grad.lerp(new, momentum) if nesterov else new
@@ -220,7 +220,7 @@ class _Param:
 
     def _rounded(self, moved: Tensor) -> Tensor:
         if self._rounds_weights:
-            return round_by(moved, self._bits("weights"))
+            return _round_by(moved, self._bits("weights"))
         return moved.to(self.weight.dtype)
 
 

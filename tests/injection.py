@@ -37,12 +37,14 @@ TRANSPORT = {
     ("comm/groups.py", "live"),
     ("comm/groups.py", "my_rank"),
     ("comm/groups.py", "num_ranks"),
-    ("comm/groups.py", "talking_device"),
-    ("comm/groups.py", "_backends_of"),
+    ("comm/groups.py", "wire_device"),
+    ("comm/groups.py", "_made"),
+    ("comm/groups.py", "current_world"),
+    *(("comm/groups.py", name) for name in ("lane_of", "close_lane", "_hops_of", "_name_of", "_bytes_of")),
+    *(("comm/groups.py", name) for name in ("merge", "share", "_wait", "_failed", "close")),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
     ("layout/bind.py", "_compare_replicas"),
-    ("comm/lanes.py", ""),
     ("layout/bind.py", "_sharers_of"),
     ("layout/bind.py", "renew"),
     ("muon.py", "take_step"),
@@ -68,7 +70,7 @@ TRANSPORT = {
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
-COLLECTIVES = {("comm/lanes.py", name) for name in ("merge", "share")}
+COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):

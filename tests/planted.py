@@ -22,7 +22,7 @@ from shardmuon.auditing import live
 from shardmuon.auditing.live import _choose
 from shardmuon.auditing.report import AuditReport
 from shardmuon.comm import vote as votes
-from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict
+from shardmuon.comm.vote import Ballot, Flag, Phase
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.step import batch as of_batch
@@ -254,9 +254,9 @@ def _without_agreement(job: Job) -> Iterator[None]:
     """One holder lost its gradient, and the vote before the step did not see it."""
     if dist.get_rank() == 1:
         job.params["a"].grad = None
-    agreed, real = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0), votes.vote
+    agreed, real = Ballot(Phase.STEP, Flag.AUDIT), votes.vote
 
-    def vote(ballot: Ballot, ranks: Sequence[int]) -> Verdict:
+    def vote(ballot: Ballot, ranks: Sequence[int]) -> Ballot:
         return agreed if ballot.phase == Phase.STEP else real(ballot, tuple(ranks))
 
     with mock.patch.object(votes, "vote", vote), mock.patch.object(muon, "run_buckets"):

@@ -20,8 +20,8 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Kept, Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Kept, Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
 HALF_DONE = "Weights and momentum may be half updated"
-HALF_LOADED = "Load a checkpoint into model and optimizer on all ranks"
 REMEDY = "Start the ranks again from the last checkpoint"
 RELOAD = "Load the last checkpoint into model and optimizer, or accept them as they are: optimizer.broken = None"
 
@@ -33,12 +31,12 @@ class ExchangeError(RuntimeError):
     """
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
 
 
 def stays_itself(error: BaseException) -> bool:
     """True for interrupts and out-of-memory errors, which the rank on which they occurred re-raises unchanged."""
-    return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
+    return isinstance(error, _OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
 class Refused(ValueError):
@@ -97,7 +95,7 @@ def about(name: str) -> Iterator[None]:
     all other exceptions become a ValueError."""
     try:
         yield
-    except OUT_OF_MEMORY as wrong:
+    except _OUT_OF_MEMORY as wrong:
         wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")  # `fault_text` says it to the other ranks
         raise
     except Exception as wrong:
@@ -113,30 +111,9 @@ def fault_text(error: BaseException, where: str = "") -> str:
         return text
     if isinstance(error, KeyError):
         return f"{where}lacks the option {text}"
-    return f"{where}{type(error).__name__}: {text or _place(error)}"
-
-
-def _place(error: BaseException) -> str:
-    """Format the file and line at which an exception was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"raised at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "no text"
-
-
-_SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
-
-
-def told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the error texts of all ranks: each different text once, with the ranks that reported it, as in "ranks 0-7:
-    out of memory"."""
-    found: dict[str, set[int]] = {}
-    for said in everyone:
-        if said is not None:
-            signed = _SIGNED.match(said)
-            found.setdefault(signed[2] if signed else said, set()).update({int(signed[1])} if signed else ())
-    return [
-        f"rank{'s' * (len(of) > 1)} {ranks_text(tuple(sorted(of)))}: {text}" if of else text
-        for text, of in found.items()
-    ]
+    for frame in traceback.extract_tb(error.__traceback__)[-1:] if not text else ():
+        text = f"raised at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"{where}{type(error).__name__}: {text or 'no text'}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

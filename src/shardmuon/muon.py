@@ -27,9 +27,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.report import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
-from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
-from shardmuon.comm.lanes import close_lane
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, in_order, renewed
+from shardmuon.comm.groups import (
+    GroupRef,
+    Ranks,
+    Traffic,
+    close_lane,
+    current_world,
+    group_for,
+    group_ranks,
+    my_rank,
+)
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, in_order
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.first_step import warned_first
 from shardmuon.host import Host, Hosts, Progress, creates_state_only
@@ -144,7 +152,7 @@ class Core:
         """
         with self._remembering() as progress:
             call = StepCall(self, fault)
-            binding, verdict = agree(call, fault)
+            binding, verdict = call.agree(fault)
             progress.changing = True
             report = self._carry_out(binding, call.proposal, verdict)
         if report is not None:
@@ -163,7 +171,7 @@ class Core:
             self._note(error, progress.changing)
             raise
 
-    def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
+    def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Ballot) -> AuditReport | None:
         """Update weights and state, after all ranks have agreed to the step. Return the report of the step's audit;
         None if there was no audit."""
         if binding.elsewhere:
@@ -267,7 +275,7 @@ class Core:
         """
         fault = Fault()
         with made_public():
-            binding = renewed(StepCall(self, fault), fault)
+            binding = StepCall(self, fault).renewed(fault)
             if fault.text is not None:  # found after ranks last exchanged errors; others learn of it in the next step
                 raise Refused(fault.text, fault.cause)
         return binding.plan
@@ -454,7 +462,7 @@ class Muon(Core, Optimizer):
         momentum_device: Device of stored momentum: None (the parameter's) or "cpu".
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
         bucket_bytes: Maximum size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None: the
-            planner chooses the cheapest size, within the bound that `shardmuon.plan.items.Policy` states.
+            planner chooses the cheapest size, within the bound that `shardmuon.plan.plan.Policy` states.
         audit_every: Compare the first step and every `audit_every`-th step with a dense reference. If such a step
             differs from Muon's, every rank raises AuditError once the step is complete. None: audit a step only if
             `shardmuon.audit` requests it. docs/audit.md.

@@ -39,9 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon.comm.groups import GroupRef, Ranks, group_for, my_rank, num_ranks, talking_device
-from shardmuon.comm.lanes import close_lane
-from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, Unlike, agree, digest_of, settle
+from shardmuon.comm.groups import GroupRef, Ranks, close_lane, group_for, my_rank, num_ranks, wire_device
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, Unlike, digest_of
 from shardmuon.errors import (
     RELOAD,
     REMEDY,
@@ -205,7 +204,7 @@ class Scaler(TableCall[_Bound]):
         with fault, about("QK-clip: the function logits="):
             self._given = dict(measure())
         try:
-            bound, _ = agree(self, fault)
+            bound, _ = self.agree(fault)
             self._all = _largest(self._own, bound.component, self._group)
         except Refused:  # raised on all ranks, so they are still in step and can continue
             raise
@@ -231,7 +230,7 @@ class Scaler(TableCall[_Bound]):
         with fault:
             done = self._scale(bound)
         try:
-            settle(fault, bound.component, Phase.QK_CLIP)
+            fault.settle(bound.component, Phase.QK_CLIP)
         except (Refused, ExchangeError) as error:
             broken, cause = self._remember(f"{error}. Weights of queries and keys may be half scaled"), fault.cause
             if cause is not None and stays_itself(cause):
@@ -400,7 +399,7 @@ def _largest(
     if len(ranks) == 1:
         return flat
     group = group_for(ranks, hint)
-    flat = flat.to(talking_device(flat.device, group))
+    flat = flat.to(wire_device(flat.device, ranks))
     with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     return flat

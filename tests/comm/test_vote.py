@@ -19,23 +19,23 @@ import torch.distributed as dist
 from torch import nn
 
 from shardmuon import Muon
-from shardmuon.comm import lanes
+from shardmuon.comm import groups
 from shardmuon.comm import vote as voting
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import (
     MOST_BITS,
     Ballot,
-    Entry,
+    Fault,
     Flag,
     Phase,
-    Verdict,
+    _told_by,
     digest_of,
     discover,
     gather,
     run_together,
     vote,
 )
-from shardmuon.errors import ExchangeError, Refused, told_by
+from shardmuon.errors import ExchangeError, Refused
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
@@ -82,7 +82,7 @@ def doubled(num: int) -> list[int]:
 
     def member(me: int) -> int:
         total = me * me + 1
-        for kind, other in lanes._hops_of(me, num):
+        for kind, other in groups._hops_of(me, num):
             if kind in ("send", "swap"):
                 boxes[me, other].put(total)
             if kind != "send":
@@ -108,14 +108,15 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
     return found[0]
 
 
-def voted(ballots: dict[int, Ballot]) -> Verdict:
+def voted(ballots: dict[int, Ballot]) -> Ballot:
     """The verdict of a component, whose ranks merge each message once and in unlike orders."""
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
-    one, other = (reduce(voting._merged, order)[1:] for order in (messages, messages[::-1]))
+    one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
     assert one == other
-    phase, flags, _, total, presence = one
-    return Verdict(Phase(phase), Flag(flags), total == 0, presence)
+    lane = SimpleNamespace(me=0, merge=lambda *_: one)
+    with mock.patch.object(voting, "lane_of", return_value=lane):
+        return vote(ballots[own[0]], own)
 
 
 def test_equal_digests_cancel_and_no_difference_does() -> None:
@@ -127,29 +128,33 @@ def test_equal_digests_cancel_and_no_difference_does() -> None:
         ballots = {
             rank: Ballot(Phase.STEP, digests={ranks: values[ranks] for ranks in sets_of(family, rank)}) for rank in own
         }
-        assert voted(ballots) == Verdict(Phase.STEP, Flag.NONE, True, 0)
+        assert voted(ballots) == Ballot(Phase.STEP)
         culprit = chance.choice(own)
         ranks = chance.choice(sets_of(family, culprit))
         changed = {**(ballots[culprit].digests or {}), ranks: digest_of("another")}
-        assert not voted({**ballots, culprit: Ballot(Phase.STEP, digests=changed)}).alike
+        assert voted({**ballots, culprit: Ballot(Phase.STEP, digests=changed)}) == Ballot(Phase.STEP, Flag.UNLIKE)
 
 
 def test_flags_phases_and_presence_are_those_of_any_rank() -> None:
     ballots = {rank: Ballot(Phase.STEP, presence=1 << (rank * 5), num_bits=40) for rank in range(7)}
     ballots[3] = Ballot(Phase.DISCOVER, Flag.STALE | Flag.AUDIT, presence=0, num_bits=40)
-    assert voted(ballots) == Verdict(
-        Phase.STEP | Phase.DISCOVER, Flag.STALE | Flag.AUDIT, True, sum(1 << (r * 5) for r in range(7) if r != 3)
+    assert voted(ballots) == Ballot(
+        Phase.STEP | Phase.DISCOVER,
+        Flag.STALE | Flag.AUDIT,
+        presence=sum(1 << (r * 5) for r in range(7) if r != 3),
     )
 
 
 def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    ballots = {rank: Ballot(Phase.STEP, presence=1, num_bits=9 if rank == 2 else 700) for rank in range(5)}
-    assert voted(ballots) == Verdict(Phase.STEP, Flag.UNLIKE, True, 1)
-    ours = sent(Ballot(Phase.STEP), 0, (0, 1))
-    monkeypatch.setattr(voting, "_VERSION", 2)
-    theirs = sent(Ballot(Phase.STEP), 1, (0, 1))
-    for mine, other, flag in ((ours, theirs, Flag.UNLIKE), (theirs, ours, Flag.UNLIKE), (theirs, theirs, Flag.NONE)):
-        assert voting._merged(mine, other)[2] == flag
+    own = tuple(range(5))
+    ballots = {rank: Ballot(Phase.STEP, Flag.NONE, {own: b"plan"}, 1, 9 if rank == 2 else 700) for rank in own}
+    assert voted(ballots) == Ballot(Phase.STEP, Flag.UNLIKE, presence=1)
+    ballot, ours = Ballot(Phase.STEP, digests={(0, 1): b"plan"}), list[voting._Message]()
+    for version in (1, 2):
+        monkeypatch.setattr(voting, "_VERSION", version)
+        ours.append(sent(ballot, 0, (0, 1)))
+    theirs = sent(ballot, 1, (0, 1))
+    assert [voting._merged(mine, theirs)[2] == 0 for mine in ours] == [False, True]
 
 
 def test_the_store_takes_the_name_of_a_lane_of_any_ranks() -> None:
@@ -158,8 +163,8 @@ def test_the_store_takes_the_name_of_a_lane_of_any_ranks() -> None:
     strided = tuple(range(0, 1 << 17, 8))
     lanes_of = [(strided, 1), (strided, 2), (strided[1:], 1), ((0, 1, 2), 1), ((0, 12), 1)]
     for value, lane in enumerate(lanes_of):
-        dist.PrefixStore(lanes._name_of(*lane), store).set("key", str(value))
-    found = [dist.PrefixStore(lanes._name_of(*lane), store).get("key") for lane in lanes_of]
+        dist.PrefixStore(groups._name_of(*lane), store).set("key", str(value))
+    found = [dist.PrefixStore(groups._name_of(*lane), store).get("key") for lane in lanes_of]
     assert found == [str(value).encode() for value in range(len(lanes_of))]
 
 
@@ -172,7 +177,7 @@ def _most_bits() -> bool:
     """All bits that there is room for, and a digest in which ranks differ; then shards that ask for more bits."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank, MOST_BITS)
-    assert vote(ballot, ALL) == Verdict(Phase.STEP, Flag.AUDIT, False, most)
+    assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
     shard = FlatShard((4, 6), 12 * rank, dist.group.WORLD, "flat buffers")
     param = shard.mark(nn.Parameter(torch.ones(12 if rank < 2 else 0)))
     optimizer, param.grad = Muon([("w", param)], lr=0.1), torch.ones_like(param)
@@ -198,16 +203,16 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
     return "", None
 
 
-def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Verdict, set[str]]:
+def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
     """The component; what a vote, and what discoveries and gatherings say where only the culprit has a fault."""
     rank = dist.get_rank()
-    known = discover(rank, Entry(sets_of(family, rank), facts=rank))
+    known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)
-    assert [entry.facts for entry in known.values()] == list(own)
-    noted = voting.Fault()
+    assert list(known.values()) == list(own)
+    noted = Fault()
     noted.add("planted" if rank == culprit else None)
     fault = noted.text
-    told = {_refusal(lambda: discover(rank, Entry(sets_of(family, rank), fault), before=own))[0]}
+    told = {_refusal(lambda: discover(sets_of(family, rank), None, noted, own))[0]}
     said = vote(Ballot(Phase.STEP, Flag.FAULT if fault else Flag.NONE, {own: digest_of("plan")}), own)
     told.add(_refusal(lambda: gather(rank, own, noted))[0])
     assert gather(f"value {rank}", own) == [f"value {other}" for other in own]
@@ -218,7 +223,7 @@ CULPRITS = [(family, culprit) for family in FAMILIES.values() for culprit in (0,
 CULPRITS += [(drawn_family(random.Random(seed)), seed % 8) for seed in range(12)]
 
 
-def _all_culprits() -> list[tuple[Ranks, Verdict, set[str]]]:
+def _all_culprits() -> list[tuple[Ranks, Ballot, set[str]]]:
     return [_fault_on_one(family, culprit) for family, culprit in CULPRITS]
 
 
@@ -227,13 +232,13 @@ def test_a_fault_on_one_rank_is_heard_by_its_whole_component_and_by_no_other(wor
         for (family, culprit), (own, said, told) in zip(CULPRITS, found, strict=True):
             assert own == component(family, rank)
             assert told == {f"rank {culprit}: planted" if culprit in own else ""}
-            assert said == Verdict(Phase.STEP, Flag.FAULT if culprit in own else Flag.NONE, True, 0)
+            assert said[:2] == (Phase.STEP, Flag.FAULT if culprit in own else Flag.NONE)
 
 
 def test_ranks_that_say_the_same_of_themselves_are_named_together() -> None:
     own = [f"rank {rank}: no room" for rank in (0, 1, 12, 2)]
-    assert told_by([*own, None, "all differ", "all differ"]) == ["ranks 0,1,2,12: no room", "all differ"]
-    assert told_by(["rank 7: no\nroom", "rank 7: no\nroom", "rank 8: no"]) == ["rank 7: no\nroom", "rank 8: no"]
+    assert _told_by([*own, None, "all differ", "all differ"]) == ["ranks 0,1,2,12: no room", "all differ"]
+    assert _told_by(["rank 7: no\nroom", "rank 7: no\nroom", "rank 8: no"]) == ["rank 7: no\nroom", "rank 8: no"]
 
 
 def _raising(error: BaseException) -> None:
@@ -255,7 +260,7 @@ TALKS: dict[str, tuple[Callable[[int], object], str, tuple[int, ...]]] = {
         (0, 2),
     ),
     "a set that one does not know": (
-        lambda rank: discover(rank, Entry(SETS[rank]), before=ALL),
+        lambda rank: discover(SETS[rank], None, Fault(), ALL),
         "rank 1 shares parameters or a process group with ranks (1, 2), of which rank 2 does not know. ",
         (),
     ),
@@ -280,7 +285,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote; the others' time-out is a second, or it closes its lane."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # all connections are there
-    lane = lanes.lane_of(ranks)
+    lane = groups.lane_of(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
     if dist.get_rank() < 3:
@@ -289,11 +294,11 @@ def _late(closes: bool) -> tuple[str, float]:
         text = str(caught.value)
     elif closes:
         for _ in range(2):  # an exception is told by the core of a group, and again by the optimizer's
-            lanes.close_lane(ranks)
+            groups.close_lane(ranks)
     took = time.monotonic() - began
     dist.barrier()
     lane.close()
-    assert vote(Ballot(Phase.STEP), ranks) == Verdict(Phase.STEP, Flag.NONE, True, 0)  # over a new lane
+    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)  # over a new lane
     return text, took
 
 

@@ -22,7 +22,7 @@ from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, Time, _Known, seconds
 from shardmuon.foresight.models import build
 from shardmuon.foresight.report import _lanes, _number, _sections, _size
-from shardmuon.price.clock import Event, Phase
+from shardmuon.price.clock import Event, _Phase
 
 DENSE = decoder(96, 48, 2, 4, 2, 12, 80)
 MOE = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=8, moe_intermediate_size=640)
@@ -171,7 +171,7 @@ def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -
     assert "script" not in opened
     assert all(address.startswith("data:") for address in re.findall(r'(?:src|href|data|srcset)="([^"]*)"', text))
     assert "url(" not in text and "@import" not in text
-    assert all(text.count(f"--{phase}: #") == 2 for phase in get_args(Phase)), "light and dark"
+    assert all(text.count(f"--{phase}: #") == 2 for phase in get_args(_Phase)), "light and dark"
     assert opened["rect"] == len(report.price.timeline)
     assert [title.replace("&#39;", "'") for title in re.findall("<h2>(.*)</h2>", text)[1:]] == [
         section.title for section in _sections(report)

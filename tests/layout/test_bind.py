@@ -46,7 +46,7 @@ def _bound(name: str) -> tuple[list[str], list[bytes]]:
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
     listed = _listed(parameters(case.build(full, case.mesh(world))), case.options(world))
-    table = bind(rank, listed, fingerprint=fingerprint)
+    table = bind(listed, fingerprint=fingerprint)
     for one, layout in zip(table.params, table.layouts, strict=True):
         storage, held = local_if_any(one.param).detach(), layout.of_rank(rank)
         fits = layout.view == PARAMS_VIEWS[one.name] and sum(h.piece.numel for h in held) == storage.numel()
@@ -75,7 +75,7 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     """Of each stack: its experts, those of which this rank has numbers by its table, and those that it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
-    table = bind(rank, _listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
+    table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
     for one, of_param in zip(table.params, table.layouts, strict=True):
         engine, place = engine_of(one.param), None
         if engine.believes_placements:
@@ -117,7 +117,7 @@ def _read(placement: Placement) -> int:
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []
     listed = [Listed("a", "a", param, {"use_muon": True}, {}), *_pair(dist.get_rank())]
-    bind(dist.get_rank(), listed, fingerprint=lambda storage: seen.append(storage) or 0)  # type: ignore[func-returns-value]
+    bind(listed, fingerprint=lambda storage: seen.append(storage) or 0)  # type: ignore[func-returns-value]
     return len(seen)
 
 

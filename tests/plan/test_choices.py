@@ -19,10 +19,9 @@ from shardmuon import Muon
 from shardmuon.foresight import plan, price_plan
 from shardmuon.foresight.hardware import load, names
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.buckets import _lines, _narrowed, _prices, _shares_of, cheapest
-from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
-from shardmuon.price.machines import MACHINES, SIDES, Machine, machine_of
+from shardmuon.plan.plan import Plan, Policy, Spec
+from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
+from shardmuon.price.machines import _SIDES, MACHINES, Machine, machine_of
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -104,7 +103,7 @@ def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: p
     """Within 3 %, and three latencies between nodes: what makes replicas equal is worth a little."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
-    monkeypatch.setattr("shardmuon.plan.plan._gains", lambda *given: True)
+    monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)
     each = make_plan(specs, Policy())
     assert _num_owners(each) == len(specs[0].layout.replicas) and _num_owners(shared) == 1
     ours, *others = (price_plan(one, "h100").step.mid for one in (made, shared, each))
@@ -137,7 +136,7 @@ def _machine_of_file(name: str) -> Machine:
     rates = [of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")]
     rates += [*(rate / 1e6 for rate in passes), file.gpus_per_node, *(1e9 * of(number) for number in latencies)]
     table = file[file.efficiency("standard bfloat16", "bfloat16")]
-    return Machine(name, tuple(round(1000 * table.at(side)[0].mid) for side in SIDES), *map(round, rates))
+    return Machine(name, tuple(round(1000 * table.at(side)[0].mid) for side in _SIDES), *map(round, rates))
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
@@ -164,7 +163,7 @@ def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: i
     made = make_plan(specs, Policy(machine=MACHINES[name]))
     assert f"buckets by price ({name}), of " in str(made)
     step = price_plan(made, name).step
-    assert 0.8 * step.lo < cheapest(specs, made.items, made.policy).ns / 1e9 < 1.1 * step.mid
+    assert 0.8 * step.lo < _cheapest(specs, made.items, made.policy).ns / 1e9 < 1.1 * step.mid
 
 
 SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))

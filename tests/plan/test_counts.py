@@ -9,8 +9,8 @@ import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
 from shardmuon.foresight.counting import Sent, count_plan
-from shardmuon.plan.items import Policy
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Plan, Policy
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import Load, Program, make_program
 
 

@@ -9,8 +9,8 @@ from simulated import sharded, spec
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.plan import make_plan
+from shardmuon.plan.plan import Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 
 

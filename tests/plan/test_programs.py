@@ -15,9 +15,8 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.foresight.counting import count_plan
 from shardmuon.layout.pieces import ParamLayout, Tile
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.plan.buckets import _shares_of
-from shardmuon.plan.items import Item, Policy, Spec
-from shardmuon.plan.plan import make_plan
+from shardmuon.plan.plan import Item, Policy, Spec
+from shardmuon.plan.planner import _shares_of, make_plan
 from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, make_program
 
 

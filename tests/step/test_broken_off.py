@@ -28,11 +28,10 @@ from torch import Tensor
 import shardmuon.comm.vote
 import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
-from shardmuon.comm.groups import MADE
-from shardmuon.comm.lanes import close_lane
+from shardmuon.comm.groups import _MADE, close_lane
 from shardmuon.comm.vote import Ballot, Flag, Phase
 from shardmuon.errors import REMEDY, UNCHANGED
-from shardmuon.plan.turns import turns
+from shardmuon.price.clock import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing import RankPool
@@ -172,7 +171,7 @@ def _set_timeout(seconds: float) -> None:
     for group, ranks in c10d._world.pg_group_ranks.items():
         if dist.get_rank() in ranks:
             c10d._set_pg_timeout(limit, group)
-    for lane in MADE[dist.group.WORLD].lanes.values():
+    for lane in _MADE[dist.group.WORLD].lanes.values():
         lane._limit = limit
 
 

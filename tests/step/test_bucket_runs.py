@@ -17,7 +17,7 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view, row_major
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Policy
+from shardmuon.plan.plan import Policy
 from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module

@@ -399,7 +399,7 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
 # name -> what is replaced and by what, options, ranks, what the stand-in records or says
 FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     "norms are summed on the CPU under NCCL": (
-        "shardmuon.step.stages.talking_device",
+        "shardmuon.step.stages.wire_device",
         lambda *given: torch.device("cpu"),
         {"variant": "hyperball", "weight_decay": 0.0},
         8,

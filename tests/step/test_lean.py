@@ -20,7 +20,7 @@ from shardmuon import Muon
 from shardmuon.comm.groups import Pending
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Policy
+from shardmuon.plan.plan import Policy
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound, Kernel, run_owners
 from shardmuon.step.options import settings_of

@@ -153,9 +153,9 @@ def test_buffers_live_where_the_group_can_move_them(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     cpu, there = torch.device("cpu"), None if preferred is None else torch.device(preferred)
-    assert groups.wire_device(cpu, there, (0, 1)) == torch.device(wire)
-    assert groups.talking_device(cpu, None) == torch.device(talk)
-    assert groups.wire_device(cpu, there, (0,)) == (there or cpu)
+    assert groups.wire_device(cpu, (0, 1), there) == torch.device(wire)
+    assert groups.wire_device(cpu, (0, 1)) == torch.device(talk)
+    assert groups.wire_device(cpu, (0,), there) == (there or cpu)
 
 
 def _offloaded_over_nccl() -> bool:

@@ -21,8 +21,8 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import _near_one, _normalize, _normalize_in_fp64, _row_blocks, empty_batch
 from shardmuon.orthogonalize.choice import Choice, Chooser
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.plan.items import Policy
-from shardmuon.plan.plan import make_plan
+from shardmuon.plan.plan import Policy
+from shardmuon.plan.planner import make_plan
 from shardmuon.variants import MuonEq, _line_norms, _unit_anyway_
 
 CPU = torch.device("cpu")

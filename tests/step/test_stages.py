@@ -28,8 +28,8 @@ from simulated import (
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.plan.items import Kept, Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Kept, Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
 from shardmuon.step.batch import BatchStages

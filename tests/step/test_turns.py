@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from shardmuon.plan.turns import turns
+from shardmuon.price.clock import turns
 
 Bucket = tuple[tuple[int, ...], bool]  # its ranks, and whether it has a relay
 Exchange = tuple[str, int]  # of which kind, of which bucket

@@ -15,8 +15,8 @@ from variant_cases import CASES
 from shardmuon.auditing.reference import FORMULAS, prepared
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.plan.items import Kept, Policy
-from shardmuon.plan.plan import make_plan
+from shardmuon.plan.plan import Kept, Policy
+from shardmuon.plan.planner import make_plan
 from shardmuon.variants import VARIANTS, AfterStage, BeforeStage, Stage, WeightStage, scaled_, stages_of
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (40, 24)]

@@ -37,7 +37,7 @@ from shardmuon.layout.pieces import ParamLayout, Piece
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.plan.items import Item
+from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, chooser_of, fingerprint, listed_of
 from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal
@@ -145,7 +145,7 @@ class StepAudit:
         with fault:
             listed = self._listed()
         try:
-            table = bind(self._rank, listed, beyond=(component,), before=component, fault=fault)
+            table = bind(listed, beyond=(component,), before=component, fault=fault)
         except Refused as wrong:
             if wrong.cause is not None and not isinstance(wrong.cause, Exception):
                 raise

@@ -44,7 +44,7 @@ from shardmuon._torch import names_in
 from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.errors import HALF_LOADED, ExchangeError, about, fault_text, made_public
+from shardmuon.errors import ExchangeError, about, fault_text, made_public
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
@@ -226,7 +226,8 @@ def _take_over(
         run_together(lambda: set_weights(weights))
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, broken = before
-        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"  # unless the old ones return
+        remedy = "Load a checkpoint into model and optimizer on all ranks"
+        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"  # unless the old ones return
         run_together(lambda: set_weights(old) if old else None)
         optimizer.broken = broken
         raise
@@ -302,7 +303,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                     f"{names[id(param)]}: it is a plain shard (tensor_model_parallel) that is in no group of the "
                     "optimizer, so which part it is cannot be told. Give it to the optimizer, frozen or not"
                 )
-    table = bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
+    table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
     def remember() -> None:  # a tensor-parallel shard alone does not tell its global shape
         for one, layout in zip(table.params, table.layouts, strict=True):

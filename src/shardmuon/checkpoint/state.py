@@ -29,7 +29,7 @@ from shardmuon.errors import about
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED, KEPT_DTYPE, loaded_over, start_kept, state_shapes, with_carried
@@ -205,7 +205,7 @@ def _read_param(
     if group["use_muon"]:
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
         stacked, shapes = view.num_row_dims == 2, state_shapes(stages_of(group), view)
-        wrong = coded_fault(engine_of(p), p, view.num_row_dims, found)
+        wrong = keeper.coded_fault(engine_of(p), p, view.num_row_dims, found)
         for key in (key for key in KEPT_KEYS if key in found):
             kept = engine.kept_storage(found[key], p, shapes[key], stacked=stacked) if key in shapes else None
             wrong = f"its {key} in the checkpoint is {kept}" if isinstance(kept, str) else wrong
@@ -253,7 +253,7 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE:  # already checked, by `coded_fault`
+    if key == SCALE:  # already checked, by `Keeper.coded_fault`
         return keeper.take(p, key, value)
     is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):

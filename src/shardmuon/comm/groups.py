@@ -1,26 +1,44 @@
-"""Process groups: weak references to them, creation by a subset of ranks, and packed all-to-all exchanges."""
+"""Ways between ranks: process groups (weak references to them, creation by a subset of ranks), packed all-to-all
+exchanges, and lanes, which carry short messages between the CPUs of some ranks, independent of the backend that
+exchanges tensors. A lane does not interpret the messages.
+
+[Note: recursive doubling]
+    This is the algorithm for an all-reduce of messages. In hops over distances k = 1, 2, 4, .., a rank swaps messages
+    with the rank at distance k and merges the two; it has then merged the messages of its block of 2k ranks. Ranks
+    beyond the largest power of two first send their message to a partner, and receive the result at the end. Each
+    message is merged exactly once, as a sum requires. This takes log2(n) hops of one small message, and two more if n
+    is not a power of two.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
+from datetime import timedelta
 from functools import partial
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import default_group, is_alive, new_group_among
+from shardmuon._torch import default_group, is_alive, new_group_among, timeout_of
+from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
+
+_T = TypeVar("_T")
+LARGEST = 1 << 16  # bytes of a lane's receive buffer, so that receivers need not know the size of a message
 
 Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
 
 
 @dataclass
-class Made:
+class _Made:
     """Process groups and lanes (channels for short messages) that were created under one default process group and are
     dropped together with it.
 
@@ -29,16 +47,28 @@ class Made:
         groups: Ranks -> number of process groups created over them, and a weak reference to the one in use. Only torch
             has a strong reference: a communicator that outlives destroy_process_group() is torn down at interpreter
             exit, where its threads abort the process (seen with gloo).
-        lanes: Ranks -> their latest lane (comm/lanes.py), which may be closed. A lane holds no reference to the
+        lanes: Ranks -> their latest lane, which may be closed. A lane holds no reference to the
             default group.
     """
 
     token: bytes = field(default_factory=partial(os.urandom, 16))
-    groups: dict[Ranks, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
-    lanes: dict[Ranks, Any] = field(default_factory=dict)
+    groups: dict[Ranks, tuple[int, Callable[[], Any]]] = field(default_factory=dict)
+    lanes: dict[Ranks, _Lane] = field(default_factory=dict)
 
 
-MADE: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()  # key: a default process group
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # key: a default process group
+
+
+def _made() -> _Made | None:
+    """Return what was created under the current default process group; None without one."""
+    world = default_group()
+    return None if world is None else _MADE.setdefault(world, _Made())
+
+
+def current_world() -> bytes | None:
+    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
+    made = _made()
+    return None if made is None else made.token
 
 
 def my_rank() -> int:
@@ -53,7 +83,7 @@ def num_ranks() -> int:
 
 @dataclass(frozen=True)
 class GroupRef:
-    """Weak reference to a process group, identified by its ranks. See `Made` for why it does not keep the group alive.
+    """Weak reference to a process group, identified by its ranks. See `_Made` for why it does not keep the group alive.
 
     Attributes:
         ranks: Global ranks in group-rank order.
@@ -145,49 +175,40 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     groups until `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
-    world = default_group()
-    if world is None:
+    made = _made()
+    if made is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
-    made = MADE.setdefault(world, Made()).groups
-    number, ref = made.get(ranks, (0, None))
-    kept = None if ref is None else ref()
+    number, ref = made.groups.get(ranks, (0, lambda: None))
+    kept = ref()
     if kept is not None and is_alive(kept):  # a destroyed group may still be referenced
         return kept  # the hint is ignored, since hints may differ between ranks that rebuild a plan
-    for group in (world, hint):
+    for group in (default_group(), hint):
         if group is not None and group_ranks(group) == ranks:
             break
     else:
         number += 1  # the number is equal on all of these ranks, since creating a group is collective
         group = new_group_among(ranks, number, hint)
-    made[ranks] = number, weakref.ref(group)
+    made.groups[ranks] = number, weakref.ref(group)
     return group
 
 
-def _backends_of(group: Any) -> dict[str, str]:
-    """Map each device type to the group's backend for tensors on it ("nccl", "gloo", ...)."""
-    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | None = None) -> torch.device:
+    """Choose the device on which ranks exchange what lies on `device`.
 
-
-def talking_device(device: torch.device, group: Any) -> torch.device:
-    """Return `device`, or the accelerator if `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs
-    that offload parameters to the CPU."""
-    if device.type != "cpu" or "cpu" in _backends_of(group):
-        return device
-    found = torch.accelerator.current_accelerator()
-    return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
-
-
-def wire_device(device: torch.device, preferred: torch.device | None, ranks: Ranks) -> torch.device:
-    """Choose the device of the exchange buffers for matrices on `device`: `preferred` if the process group of the ranks
-    has a backend other than gloo for it, otherwise a device that the group supports."""
-    if len(ranks) == 1:
+    It is `preferred` if the process group of the ranks has a backend other than gloo for it. Otherwise it is `device`,
+    or the accelerator if `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs that offload
+    parameters to the CPU.
+    """
+    if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
-    if preferred is None and device.type != "cpu":
-        return device
-    group = group_for(ranks)
-    if preferred is not None and _backends_of(group).get(preferred.type, "gloo") != "gloo":
+    config = dist.get_backend_config(group_for(ranks))
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # "cuda" -> "nccl"
+    if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
-    return talking_device(device, group)
+    found = torch.accelerator.current_accelerator()
+    if device.type != "cpu" or "cpu" in backends or found is None:
+        return device
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 # ------------------------------------------------------------------------------------------------- all-to-all exchange
@@ -248,3 +269,136 @@ def start(
     traffic.exchanges += 1
     traffic.bytes_sent += send.numel() * send.element_size()
     return Pending(work, came, send)
+
+
+# ---------------------------------------------------------------------------------------------------------------- lanes
+
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # kind, index of the peer; "take" receives the result
+
+
+def _hops_of(me: int, num: int) -> list[_Hop]:
+    """List the hops of an all-reduce for the rank with index `me` in a lane of `num` ranks.
+
+    See [Note: recursive doubling].
+    """
+    power = 1 << (num.bit_length() - 1)
+    if me >= power:
+        return [("send", me - power), ("take", me - power)]
+    hops: list[_Hop] = [("swap", me ^ 1 << doubled) for doubled in range(num.bit_length() - 1)]
+    return hops if me + power >= num else [("hear", me + power), *hops, ("send", me + power)]
+
+
+class _Lane:
+    """A gloo group over some ranks. It opens the connection between two ranks when they first need it.
+
+    Merging the messages of 1,024 ranks opens 10 connections per rank instead of 1,023. The group is not registered with
+    torch, so it can be closed on its own. Ranks that are waiting for this rank then fail at once.
+
+    Attributes:
+        ranks: Global ranks, ascending.
+        me: Index of this rank in `ranks`.
+        number: Sequence number among the lanes of these ranks, equal on all of them. It makes the lane's key prefix in
+            torch's store unique.
+        is_open: False once the lane has been closed.
+    """
+
+    def __init__(self, ranks: Ranks, world: Any, number: int) -> None:
+        if not dist.is_gloo_available():
+            raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
+        self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
+        self._hops = _hops_of(self.me, len(ranks))
+        self._limit = timeout_of(world) or timedelta(minutes=30)  # some backends do not expose theirs
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._timeout = self._limit
+        store = dist.PrefixStore(_name_of(ranks, number), dist.distributed_c10d._get_default_store())
+        self._group: Any = gloo(store, self.me, len(ranks), options)
+        self.is_open = True
+
+    def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
+        """All-reduce a message of plain data. `merged` is a function that merges two messages. It is applied in no
+        fixed order. All hops share one deadline.
+
+        Raises:
+            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
+        """
+        deadline = time.monotonic() + self._limit.total_seconds()
+        for kind, member in self._hops:
+            found, pending = torch.empty(LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
+            try:
+                if kind in ("send", "swap"):
+                    pending.append(self._group.send([_bytes_of(pickle.dumps(message))], member, 7))
+                if kind != "send":
+                    pending.append(self._group.recv([found], member, 7))
+                self._wait(pending, deadline)
+            except RuntimeError as error:
+                pending.clear()  # the traceback keeps this frame alive, and handles would keep connections open
+                late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
+                raise self._failed(what, late, error) from error
+            if kind != "send":
+                heard = pickle.loads(found.numpy().data)  # pickle ignores the rest of the buffer
+                message = heard if kind == "take" else merged(message, heard)
+        return message
+
+    def share(self, value: bytes, what: str) -> list[Any]:
+        """All-gather pickled values. Return the unpickled value of each rank, in the order of `ranks`.
+
+        Raises:
+            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
+        """
+        deadline = time.monotonic() + self._limit.total_seconds()
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.ranks]
+        try:
+            self._wait([self._group.allgather([sizes], [torch.tensor([len(value)], device="cpu")])], deadline)
+            mine = _bytes_of(value.ljust(max(map(int, sizes)), b"\0"))
+            rows = [torch.empty_like(mine) for _ in self.ranks]
+            self._wait([self._group.allgather([rows], [mine])], deadline)
+        except RuntimeError as error:
+            others = tuple(rank for rank in self.ranks if rank != self.ranks[self.me])
+            raise self._failed(what, f"one of ranks {ranks_text(others)}", error) from error
+        return [pickle.loads(row.numpy().data) for row in rows]
+
+    def _wait(self, pending: list[Any], deadline: float) -> None:
+        """Wait for pending sends and receives. gloo abandons a message if its handle is dropped before the wait."""
+        while pending:
+            pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _failed(self, what: str, late: str, error: RuntimeError) -> ExchangeError:
+        self.close()
+        cause = str(error).rstrip(". \n")
+        return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+
+    def close(self) -> None:
+        """Close all connections, so that ranks that are waiting for this rank fail at once. `lane_of` makes a new lane
+        when it is next called."""
+        self._group, self.is_open = None, False
+
+
+def _name_of(ranks: Ranks, number: int) -> str:
+    """Return the key prefix of a lane in torch's store. It has a hash of the ranks, because keys are limited to 8 KiB,
+    too short for a list of 2,000 ranks."""
+    return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
+
+
+def _bytes_of(data: bytes) -> Tensor:  # uint8
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def lane_of(ranks: Ranks) -> _Lane:
+    """Return the open lane of these ranks (ascending, including this rank). It is created on first use."""
+    made = _made()
+    if made is None:
+        raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
+    lane = made.lanes.get(ranks)
+    if lane is None or not lane.is_open:
+        lane = made.lanes[ranks] = _Lane(ranks, default_group(), 1 if lane is None else lane.number + 1)
+    return lane
+
+
+def close_lane(ranks: Ranks) -> None:
+    """Close the lane of these ranks if this rank has created it. Creating it just to close it would make the sequence
+    number of the next lane differ between ranks."""
+    made = _made()
+    if made is not None and ranks in made.lanes:
+        made.lanes[ranks].close()

@@ -2,7 +2,7 @@
 make a collective call.
 
 A step, gradient clipping and QK-clip are such calls. Each implements `Call`, which reports the inputs that ranks must
-agree on; `agree` decides whether all ranks proceed or all raise.
+agree on; `Call.agree` decides whether all ranks proceed or all raise.
 
 [Note: why a component votes together]
     A rank belongs to sets of ranks: those of a mesh axis, of a process group, or that share a parameter. If a rank in
@@ -15,14 +15,13 @@ agree on; `agree` decides whether all ranks proceed or all raise.
     these entries it computes the round after which the last rank has them all, and all ranks stop after that round.
 
 [Note: the message]
-    A message has the version of its format, the rank's phase (the operation on which it votes), flags, a sum of
-    digests, and presence bits (for gradients that only some ranks have). Phases, flags and bits are merged by "or".
+    A message has the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits (for
+    gradients that only some ranks have). Phases, flags and bits are merged by "or".
     Digests must be equal within each set of ranks, and one sum checks all sets at once: for each of its sets S of n
     ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128, and each other rank subtracts h(S, digest), where h is
-    a hash of both. Equal digests cancel. Unequal digests leave a sum of different hashes with nonzero coefficients from
-    -n to n, which is 0 with a probability of at most n / 2^128. Messages with different phases, versions or numbers of
-    presence bits can still be merged: different phases show in the merged phases, and the UNLIKE flag reports different
-    versions or numbers of bits.
+    a hash of both, of the version of the format and of the number of presence bits. Equal digests cancel. Unequal
+    digests leave a sum of different hashes with nonzero coefficients from -n to n, which is 0 with a probability of at
+    most n / 2^128. Messages with different phases can be merged: they show in the merged phases.
 
 [Note: who votes]
     Before each call, all ranks that are connected through parameters and process groups (the component) vote. They need
@@ -37,17 +36,16 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntFlag
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardmuon._torch import default_group
-from shardmuon.comm.groups import MADE, Made, Ranks, my_rank, num_ranks
-from shardmuon.comm.lanes import LARGEST, lane_of
-from shardmuon.errors import Refused, fault_text, ranks_text, told_by
+from shardmuon.comm.groups import LARGEST, Ranks, current_world, lane_of, my_rank, num_ranks
+from shardmuon.errors import Refused, fault_text, ranks_text
 
 _T = TypeVar("_T")
 _VERSION = 1
@@ -79,29 +77,45 @@ class Fault:
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
-    def note(self, error: BaseException) -> None:
-        """Record an exception of any class."""
-        if isinstance(error, Refused):  # raised on all ranks, so its text already names the rank at fault
-            self.add(str(error), error.cause, own=False)
-        else:
-            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
-
     def __enter__(self) -> Fault:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is not None:
-            self.note(error)
+        if isinstance(error, Refused):  # raised on all ranks, so its text already names the rank at fault
+            self.add(str(error), error.cause, own=False)
+        elif error is not None:
+            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
         return True
+
+    def settle(self, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
+        """Raise on all ranks of a component if any of them has an error. Collective.
+
+        Args:
+            component: All ranks that make this call.
+            phase: The operation that follows.
+            asked: This rank's contribution to the result.
+
+        Returns:
+            `asked`, merged by "or" over all ranks.
+
+        Raises:
+            Refused: Some rank has an error, or votes on another operation. Raised on every rank, with the same text.
+            ExchangeError: A rank did not answer in time, or its process has ended.
+        """
+        flags = Flag.NONE if self.text is None else Flag.FAULT
+        verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
+        if verdict.flags or verdict.phase != phase:
+            gather({}, component, self)  # after a failed vote, ranks that voted on other operations gather, too
+            raise _other_call(component, verdict)
+        return bool(verdict.presence)
 
 
 class Phase(IntFlag):
     """The operation that a rank votes on. A verdict holds the phases of all ranks, merged by "or"."""
 
     DISCOVER = 1
-    PLAN = 2
     STEP = 4
     CLIP = 8
     QK_CLIP = 16
@@ -115,7 +129,7 @@ class Flag(IntFlag):
         FAULT: The rank has an error and cannot proceed.
         STALE: The rank's cached binding is missing or does not match its parameters.
         AUDIT: The rank requests an audit of this step.
-        UNLIKE: Messages with different versions or different numbers of presence bits were merged.
+        UNLIKE: The digests of some set differ. Only a verdict has this flag.
         BEYOND: The rank also belongs to sets of ranks that do not take part in this vote.
     """
 
@@ -128,7 +142,7 @@ class Flag(IntFlag):
 
 
 class Ballot(NamedTuple):
-    """One rank's message in a vote.
+    """One rank's message in a vote; or a verdict, the merged message of all ranks.
 
     Attributes:
         phase: The operation on which the rank votes.
@@ -145,51 +159,47 @@ class Ballot(NamedTuple):
     num_bits: int = 0
 
 
-class Verdict(NamedTuple):
-    """The result of a vote, the same on all ranks of the component.
-
-    Attributes:
-        phase, flags: Phases and flags of all ranks, merged by "or".
-        alike: True if the digests of each set are equal.
-        presence: Presence bits, merged by "or" over all ranks.
-    """
-
-    phase: Phase
-    flags: Flag
-    alike: bool
-    presence: int
+_Message = tuple[int, int, int, int]  # phase, flags, sum of digests, presence bits
 
 
-_Message = tuple[int, int, int, int, int, int]  # version, phase, flags, number of presence bits, sum of digests, bits
-
-
-def vote(ballot: Ballot, component: Ranks) -> Verdict:
-    """Merge the ballots of all ranks into a verdict. Collective over all ranks of the component.
+def vote(ballot: Ballot, component: Ranks) -> Ballot:
+    """Merge the ballots of all ranks into a verdict, which all of them return. Collective over the component.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     if len(component) == 1:
-        return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
+        return ballot
     lane, total = lane_of(component), 0
     for ranks, digest in (ballot.digests or {}).items():
         factor = len(ranks) - 1 if component[lane.me] == ranks[0] else -1
-        total += factor * int.from_bytes(digest_of((ranks, digest)), "little")
-    mine = _VERSION, int(ballot.phase), int(ballot.flags), ballot.num_bits, total % _MODULUS, ballot.presence
-    _, phase, flags, _, total, presence = lane.merge(mine, _merged, f"a vote ({ballot.phase.name})")
-    return Verdict(Phase(phase), Flag(flags), total == 0, presence)
+        total += factor * int.from_bytes(digest_of((_VERSION, ballot.num_bits, ranks, digest)), "little")
+    mine = int(ballot.phase), int(ballot.flags), total % _MODULUS, ballot.presence
+    phase, flags, total, presence = lane.merge(mine, _merged, f"a vote ({ballot.phase.name})")
+    return Ballot(Phase(phase), Flag(flags) | (Flag.UNLIKE if total else Flag.NONE), presence=presence)
 
 
 def _merged(a: _Message, b: _Message) -> _Message:
-    version, phase, flags, num_bits, total, presence = b
-    unlike = Flag.UNLIKE.value if (a[0], a[3]) != (version, num_bits) else 0
-    total = (a[4] + total) % _MODULUS
-    return a[0], a[1] | phase, a[2] | flags | unlike, max(a[3], num_bits), total, a[5] | presence
+    return a[0] | b[0], a[1] | b[1], (a[2] + b[2]) % _MODULUS, a[3] | b[3]
 
 
 def digest_of(value: object) -> bytes:
     """Hash the `repr` of plain data to 16 bytes. Equal data has the same hash in every process."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+
+
+def _told_by(everyone: Iterable[str | None]) -> list[str]:
+    """Merge the error texts of all ranks: each different text once, with the ranks that reported it, as in "ranks 0-7:
+    out of memory"."""
+    found: dict[str, set[int]] = {}
+    for said in everyone:
+        if said is not None:
+            signed = re.match(r"rank (\d+): (.*)", said, re.DOTALL)
+            found.setdefault(signed[2] if signed else said, set()).update({int(signed[1])} if signed else ())
+    return [
+        f"rank{'s' * (len(of) > 1)} {ranks_text(tuple(sorted(of)))}: {text}" if of else text
+        for text, of in found.items()
+    ]
 
 
 def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
@@ -215,37 +225,13 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
         if fault.text is not None:
             sent = pickle.dumps((fault.text, None))
         everyone = lane_of(ranks).share(sent, "gathering values")
-    if said := told_by(theirs for theirs, _ in everyone):
+    if said := _told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), fault.cause)
     return [theirs for _, theirs in everyone]
 
 
-def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-    """Raise on all ranks of a component if any of them has an error. Collective.
-
-    Args:
-        fault: This rank's error, if it has one.
-        component: All ranks that make this call.
-        phase: The operation that follows.
-        asked: This rank's contribution to the result.
-
-    Returns:
-        `asked`, merged by "or" over all ranks.
-
-    Raises:
-        Refused: Some rank has an error, or votes on another operation. Raised on every rank, with the same text.
-        ExchangeError: A rank did not answer in time, or its process has ended.
-    """
-    flags = Flag.NONE if fault.text is None else Flag.FAULT
-    verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
-    if verdict.flags or verdict.phase != phase:
-        gather({}, component, fault)  # after a failed vote, ranks that voted on other operations gather, too
-        raise _other_call(component, verdict.phase)
-    return bool(verdict.presence)
-
-
-def _other_call(component: Ranks, found: Phase | Flag) -> Refused:
-    return Refused(f"ranks {ranks_text(component)} do not make the same call: {found!r}")
+def _other_call(component: Ranks, verdict: Ballot) -> Refused:
+    return Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}, {verdict.flags!r}")
 
 
 def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
@@ -265,7 +251,7 @@ def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
 # ------------------------------------------------------------------------------------------------ component discovery
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """One rank's data, sent to all connected ranks (its component) during discovery.
 
     Attributes:
@@ -279,38 +265,40 @@ class Entry(NamedTuple):
     facts: Any = None
 
 
-Known = dict[int, Entry]  # global rank -> its entry
+_Known = dict[int, _Entry]  # global rank -> its entry
 
 
-def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseException | None = None) -> Known:
+def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | None = None) -> dict[int, _T]:
     """Discover the component of this rank: all ranks connected to it. Collective over the component.
 
     Args:
-        rank: This rank.
-        entry: This rank's entry.
+        sets: The sets of ranks that this rank belongs to.
+        facts: Picklable data for all other ranks.
+        fault: This rank's error, if it has one.
         before: The previous component, if there was one. Its ranks compare their sets first, so that a set which only
             some of its ranks list raises an error that names the set. Without `before`, ranks that list such a set wait
             until the timeout.
-        cause: The exception behind `entry.fault`.
 
     Returns:
-        The entry of every rank of the component, equal on all of them.
+        The facts of every rank of the component, equal on all of them.
 
     Raises:
         Refused: Some rank has an error, or a set is not listed by all of its ranks. Raised on every rank, with the same
             text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
+    known = {my_rank(): _Entry(sets, fault.text, facts)}
     if before is not None and len(before) > 1:
-        everyone = lane_of(before).share(pickle.dumps(entry), "comparing groups")
-        _refuse(dict(zip(before, everyone, strict=True)), cause)
-    known = {rank: entry}
-    for ranks in _talks(entry.sets, known):
-        for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
-            known.update(heard)
-    known = dict(sorted(known.items()))
-    _refuse(known, cause)
-    return known
+        everyone = lane_of(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
+        _refuse(dict(zip(before, everyone, strict=True)), fault)
+    num_done = 0
+    while num_done < _num_rounds(known):  # all ranks of a component stop after the same round
+        for ranks in in_order(sets):
+            for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
+                known.update(heard)
+        num_done += 1
+    _refuse(known, fault)
+    return {rank: known[rank].facts for rank in sorted(known)}
 
 
 def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
@@ -318,24 +306,7 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
-def _largest(sets: Sequence[Ranks]) -> list[Ranks]:
-    """Return the sets that are not a proper subset of another set."""
-    return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
-
-
-def _talks(sets: Sequence[Ranks], known: Known) -> Iterator[Ranks]:
-    """Yield the sets of ranks with which to exchange entries, round by round, until `known` has the whole component.
-    For each set, the caller sends `known` to its ranks and adds their entries to `known`.
-
-    All ranks of a component stop after the same round, provided that each set is listed by all of its ranks.
-    """
-    num_done = 0
-    while num_done < _num_rounds(known):
-        yield from in_order(sets)
-        num_done += 1
-
-
-def _num_rounds(known: Known) -> float:
+def _num_rounds(known: _Known) -> float:
     """Compute the number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while
     `known` lacks the entry of a rank that it names."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
@@ -349,9 +320,9 @@ def _num_rounds(known: Known) -> float:
     return number
 
 
-def _refuse(known: Known, cause: BaseException | None) -> None:
+def _refuse(known: _Known, fault: Fault) -> None:
     """Raise Refused if any rank reports an error, or if a set is not listed by all of its ranks."""
-    said = told_by(entry.fault for entry in known.values())
+    said = _told_by(known[rank].fault for rank in sorted(known))
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
         lacks = [rank for rank in ranks if rank in known and ranks not in known[rank].sets]
@@ -361,16 +332,10 @@ def _refuse(known: Known, cause: BaseException | None) -> None:
                 "does not know. Give every one of these ranks the same groups and parameters"
             )
     if said:
-        raise Refused("; ".join(dict.fromkeys(said)), cause)
+        raise Refused("; ".join(dict.fromkeys(said)), fault.cause)
 
 
 # ------------------------------------------------------------------------------------ agreement before each call
-
-
-def current_world() -> bytes | None:
-    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
-    world = default_group()
-    return None if world is None else MADE.setdefault(world, Made()).token
 
 
 class Agreed:
@@ -453,76 +418,70 @@ class Call(ABC, Generic[_K]):
             f"{self.rule}"
         )
 
+    def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
+        """Vote until all ranks of the component can proceed, rebuilding stale bindings. Collective over the component.
 
-def agree(call: Call[_K], fault: Fault, fresh: _K | None = None) -> tuple[_K, Verdict]:
-    """Vote on a call until all ranks of its component can proceed, rebuilding stale bindings. Collective over the
-    component.
+        Args:
+            fault: This rank's error so far, if it has one.
+            fresh: A binding that all ranks know to be current; None: use the cached one.
 
-    Args:
-        call: This rank's side of the call.
-        fault: This rank's error so far, if it has one.
-        fresh: A binding that all ranks know to be current; None: use the cached one.
+        Returns:
+            The binding for the call, and the verdict of the vote.
 
-    Returns:
-        The binding for the call, and the verdict of the vote.
-
-    Raises:
-        Refused: Some rank has an error, or ranks differ. Raised on every rank; nothing has changed.
-        ExchangeError: A rank did not answer in time, or its process has ended.
-    """
-    while True:
-        kept, ballot, flags = fresh, Ballot(call.phase), Flag.NONE
-        with fault:  # errors must not keep this rank from voting, since the other ranks wait for it
+        Raises:
+            Refused: Some rank has an error, or ranks differ. Raised on every rank; nothing has changed.
+            ExchangeError: A rank did not answer in time, or its process has ended.
+        """
+        while True:
+            kept, ballot, flags = fresh, Ballot(self.phase), Flag.NONE
+            with fault:  # errors must not keep this rank from voting, since the other ranks wait for it
+                if kept is None:
+                    last = self.known()
+                    kept = last if last is not None and last.world == current_world() else None
+                    flags = Flag.NONE if kept is None or self.is_current(kept) else Flag.STALE
+                if kept is not None and not flags:
+                    ballot = self.read(kept)
             if kept is None:
-                last = call.known()
-                kept = last if last is not None and last.world == current_world() else None
-                flags = Flag.NONE if kept is None or call.is_current(kept) else Flag.STALE
-            if kept is not None and not flags:
-                ballot = call.read(kept)
-        if kept is None:
-            fresh = renewed(call, fault)
-            continue
-        if fault.text is not None:
-            flags |= Flag.FAULT
-        if flags:
-            ballot = ballot._replace(flags=ballot.flags | flags)
-        verdict = vote(ballot, kept.component)
-        if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
-            return kept, verdict
-        if not verdict.flags & Flag.STALE:
-            _refuse_unless_stale(call, kept, ballot.digests or {}, fault, verdict)
-        fresh = call.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
+                fresh = self.renewed(fault)
+                continue
+            if fault.text is not None:
+                flags |= Flag.FAULT
+            if flags:
+                ballot = ballot._replace(flags=ballot.flags | flags)
+            verdict = vote(ballot, kept.component)
+            if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.phase == self.phase:
+                return kept, verdict
+            if not verdict.flags & Flag.STALE:
+                self._refuse_unless_stale(kept, ballot.digests or {}, fault, verdict)
+            fresh = self.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
+    def renewed(self, fault: Fault) -> _K:
+        """Rebuild the binding on a rank that has none. Collective over the component: ranks with a cached binding learn
+        of the rebuild in their vote, see [Note: who votes]."""
+        sets, component = list[Ranks](), None
+        for _ in range(2):  # a second try after an interrupt, since the other ranks wait for this rank
+            with fault:
+                before = self.before()
+                sets = in_order(self.sets(fault) if before is None else [before])
+                sets = [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
+                break
+        flags = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE)
+        for ranks in sets:
+            verdict = vote(Ballot(Phase.DISCOVER, flags), ranks)
+            component = None if verdict.flags & Flag.BEYOND else ranks
+        return self.renew(component, fault)
 
-def renewed(call: Call[_K], fault: Fault) -> _K:
-    """Rebuild the binding on a rank that has none. Collective over the component: ranks with a cached binding learn of
-    the rebuild in their vote, see [Note: who votes]."""
-    sets, component = list[Ranks](), None
-    for _ in range(2):  # a second try after an interrupt, since the other ranks wait for this rank
-        with fault:
-            before = call.before()
-            sets = _largest(in_order(call.sets(fault) if before is None else [before]))
-            break
-    flags = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE)
-    for ranks in sets:
-        verdict = vote(Ballot(Phase.DISCOVER, flags), ranks)
-        component = None if verdict.flags & Flag.BEYOND else ranks
-    return call.renew(component, fault)
-
-
-def _refuse_unless_stale(
-    call: Call[_K], kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Verdict
-) -> None:
-    """Find out collectively why the vote failed, and raise Refused on every rank. If ranks have different cached
-    bindings and `call.renews` is True, return on every rank instead, so that they are rebuilt."""
-    component, token = kept.component, kept.token if call.renews else b""
-    everyone = gather({(): token, **digests}, component, fault)
-    if verdict.phase != call.phase:
-        raise _other_call(component, verdict.phase)
-    if len({theirs[()] for theirs in everyone}) > 1:
-        return
-    refuse_unlike(dict(zip(component, everyone, strict=True)), partial(call.lines, kept), call.difference, fault)
-    raise _other_call(component, verdict.flags)
+    def _refuse_unless_stale(self, kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Ballot) -> None:
+        """Find out collectively why the vote failed, and raise Refused on every rank. If ranks have different cached
+        bindings and `renews` is True, return on every rank instead, so that they are rebuilt."""
+        component, token = kept.component, kept.token if self.renews else b""
+        everyone = gather({(): token, **digests}, component, fault)
+        if verdict.phase != self.phase:
+            raise _other_call(component, verdict)
+        if len({theirs[()] for theirs in everyone}) > 1:
+            return
+        refuse_unlike(dict(zip(component, everyone, strict=True)), partial(self.lines, kept), self.difference, fault)
+        raise _other_call(component, verdict)
 
 
 def refuse_unlike(
@@ -541,17 +500,13 @@ def refuse_unlike(
     """
     component, unlike, mine = tuple(everyone), None, None
     with fault:
-        unlike = _first_unlike(everyone)
+        for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
+            # unlike digests, or a digest on only some of the ranks
+            if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
+                unlike = ranks
+                break
         if unlike is not None and unlike in everyone[my_rank()]:
             mine = lines(unlike)
     told = dict(zip(component, gather(mine, component, fault), strict=True))
     if unlike is not None:
         raise Refused(text(unlike, [told[rank] for rank in unlike if rank in told]))
-
-
-def _first_unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
-    """Return the first set, small sets first, with different digests, or with a digest on only some of its ranks."""
-    for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-        if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
-            return ranks
-    return None

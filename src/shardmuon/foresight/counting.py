@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmuon.layout.pieces import Piece
-from shardmuon.plan.items import Bucket, Item, Route
-from shardmuon.plan.plan import Plan
+from shardmuon.plan.plan import Bucket, Item, Plan
 from shardmuon.plan.program import aligned
 from shardmuon.step.update import PORTION_ELSEWHERE
 
@@ -89,7 +88,7 @@ class BucketCount:
 
     Attributes:
         number: Index of the bucket in the plan, equal on all ranks that exchange it; -1 if nothing is exchanged.
-        route: Way in which the bucket's matrices reach the ranks that orthogonalize them, see `plan.items.Route`.
+        route: Way in which the bucket's matrices reach the ranks that orthogonalize them, see `plan.plan.Bucket`.
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes that these ranks are on.
         itemsize: Bytes per element in the batches and in the exchanged data.
@@ -106,7 +105,7 @@ class BucketCount:
     """
 
     number: int
-    route: Route
+    route: str
     num_ranks: int
     num_nodes: int
     itemsize: int

@@ -29,13 +29,14 @@ from shardmuon.foresight.models import AFTER, Param, load_model, parameters_of
 from shardmuon.layout.mesh import OnMesh, Shard, flat_part, kept_layout, reading
 from shardmuon.layout.pieces import Box, ParamLayout
 from shardmuon.layout.views import MatrixView
+from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig
-from shardmuon.plan.items import Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
-from shardmuon.step.binding import check_blocks, make_spec
+from shardmuon.step.binding import make_spec
 from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
 

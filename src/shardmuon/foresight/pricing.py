@@ -26,7 +26,6 @@ from shardmuon.foresight.counting import BucketCount, RankClass, Sent
 from shardmuon.foresight.hardware import Hardware, Rates, Time, load
 from shardmuon.foresight.job import Exact, exact_of
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.turns import turns
 from shardmuon.price import clock
 from shardmuon.price.clock import BucketTimes, Course, Event
 
@@ -181,7 +180,6 @@ class _Pricer:
             sum(float(seconds[pick[factor]]) for factor, seconds in self._first.items()),
             [float(self._adamw[i][pick["memory"]]) for i in which],
             float(self._overlap[pick["overlap"]]),
-            turns,
         )
 
     def _times(self, number: int, pick: _Pick) -> BucketTimes:

@@ -31,8 +31,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
-from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
+from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_public, stays_itself
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
@@ -132,7 +132,7 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
     except BaseException as wrong:
         for one in listed:
             one.param.grad = None
-        if isinstance(wrong, (ExchangeError, *OUT_OF_MEMORY)) or not isinstance(wrong, Exception):
+        if isinstance(wrong, ExchangeError) or stays_itself(wrong):
             raise
         raise ExchangeError(
             f"clipping ended on rank {my_rank()} alone: {fault_text(wrong)}. Its gradients are dropped, those of other "
@@ -354,10 +354,10 @@ class _Clipping(TableCall[_BoundGradients]):
             Refused: Gradients or arguments are wrong on some rank. Raised on every rank; nothing has been scaled.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
-        bound, verdict = agree(self, self.fault)
+        bound, verdict = self.agree(self.fault)
         if verdict.presence & _ALIGN:
             self._align(bound)
-            bound, verdict = agree(self, self.fault, bound)
+            bound, verdict = self.agree(self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
         everyone = dict(zip(bound.component, gather((self.counted, self.loose), bound.component), strict=True))
         plain = {rank: sorted(code for code, _, alone in parts if alone) for rank, (_, parts) in everyone.items()}

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardmuon._torch import default_group, local_if_any
 from shardmuon.comm.groups import group_ranks, my_rank
-from shardmuon.comm.vote import Fault, Phase, settle
+from shardmuon.comm.vote import Fault, Phase
 from shardmuon.errors import made_public
 from shardmuon.gradients.clip import by_kind
 from shardmuon.layout.engines.base import named_params
@@ -106,5 +106,5 @@ class GradScaler(torch.amp.GradScaler):
         group = default_group() if self._process_group is None else self._process_group
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
         with made_public():
-            found_inf.fill_(float(settle(fault, ranks, Phase.UNSCALE, asked=bad)))
+            found_inf.fill_(float(fault.settle(ranks, Phase.UNSCALE, asked=bad)))
         return {found_inf.device: found_inf}

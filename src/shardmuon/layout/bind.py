@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
-from shardmuon.comm.groups import Ranks, my_rank
-from shardmuon.comm.vote import _K, Call, Entry, Fault, Unlike, digest_of, discover, gather, refuse_unlike
+from shardmuon.comm.groups import Ranks
+from shardmuon.comm.vote import _K, Call, Fault, Unlike, digest_of, discover, gather, refuse_unlike
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Extent, Grid, Group, Ties
@@ -223,7 +223,6 @@ def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault
 
 
 def bind(
-    rank: int,
     listed: Sequence[Listed],
     waiting: Callable[[], Sequence[tuple[str, Tensor, Group]]] | None = None,
     *,
@@ -238,7 +237,6 @@ def bind(
     connected, directly or through other ranks, by shared parameters or by `beyond`: the component.
 
     Args:
-        rank: This rank.
         listed: This rank's parameters.
         waiting: Function that returns name, tensor and group of every parameter for which other ranks may wait for this
             rank. None: the listed parameters.
@@ -260,11 +258,11 @@ def bind(
         mine = describe(listed)
         sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
     sets = tuple(dict.fromkeys([*itertools.chain(*sharers.values()), *beyond]))
-    known = discover(rank, Entry(sets, fault.text, _Facts(tuple(sharers), stamp, os.urandom(8))), before, fault.cause)
+    known = discover(sets, _Facts(tuple(sharers), stamp, os.urandom(8)), fault, before)
     component, grids, numbers = tuple(known), dict[Ties, Grid](), dict[Ranks, list[int]]()
     lines, said = dict[Ranks, list[str]](), dict[Ranks, _Said]()
     with fault:
-        grids = _grids_of({other: theirs.facts.ties for other, theirs in known.items()})
+        grids = _grids_of({other: theirs.ties for other, theirs in known.items()})
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
@@ -281,8 +279,8 @@ def bind(
             tuple(layouts),
             {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
             _groups(said, everyone),
-            {other: theirs.facts.stamp for other, theirs in known.items()},
-            digest_of([theirs.facts.nonce for theirs in known.values()]),
+            {other: theirs.stamp for other, theirs in known.items()},
+            digest_of([theirs.nonce for theirs in known.values()]),
         )
         table.append(made)
     _compare_replicas(mine, table, component, fingerprint, fault)
@@ -453,7 +451,6 @@ class TableCall(Call[_K]):
         with fault:
             listed = self.listed()
         table = bind(
-            my_rank(),
             listed,
             self.waiting,
             beyond=() if self.beyond is None else (self.beyond,),

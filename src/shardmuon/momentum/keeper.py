@@ -5,20 +5,20 @@ converts and checks the stored momentum of each parameter. The arithmetic is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor, local_if_any
+from shardmuon.comm.vote import Unlike
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import FlatRange, ParamLayout
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.stores import (
     BLOCK,
-    SCALE_DTYPE,
     Rounding,
     Stream,
     decode,
@@ -64,7 +64,7 @@ class Keeper:
         """
         place = like.device if self.device is None else torch.device(self.device)
         if isinstance(self.dtype, str):
-            return {BUFFER: (torch.int8, place), SCALE: (SCALE_DTYPE, place)}
+            return {BUFFER: (torch.int8, place), SCALE: (torch.float32, place)}
         return {BUFFER: (self.dtype or dtype, place)}
 
     # -------------------------------------------------------------------------------------------------- state
@@ -98,7 +98,7 @@ class Keeper:
             Local storage of the momentum (or of its 8-bit codes), and how to round momentum and weights.
         """
         stream = weights = None
-        count = count_of(state) + 1
+        count = self.count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # same dtype as torch's step counts
@@ -135,6 +135,34 @@ class Keeper:
         shapes = {BUFFER: tuple(like.shape), SCALE: scale_shape(like.shape, num_row_dims)}
         return {key: torch.zeros(shapes[key], dtype=kind, device=place) for key, (kind, place) in kinds.items()}
 
+    @staticmethod
+    def count_of(state: Mapping[str, Any]) -> int:
+        """Return the number of steps that Muon has counted for a parameter; a `step` left over from AdamW is 0."""
+        return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
+
+    @staticmethod
+    def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
+        """Check that the codes and scales of 8-bit momentum fit each other and the parameter. Return an error text
+        without the parameter's name; None if they fit, or if there are neither. The shape of the codes is checked
+        elsewhere, like that of any momentum."""
+        buffer, scale = state.get(BUFFER), state.get(SCALE)
+        coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
+        if not coded and scale is None:
+            return None
+        if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
+            return (
+                f"its {BUFFER} is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
+                f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a scale of floating point. "
+                "Load both from one checkpoint, or neither"
+            )
+        expected, found = scale_shape(engine.storage(param).shape, num_row_dims), tuple(local_if_any(scale).shape)
+        if is_dtensor(scale) != is_dtensor(param) or not same_storage(found, expected):
+            return (
+                f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another "
+                "layout. Load it through torch.distributed.checkpoint, which reshards it"
+            )
+        return None
+
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """Decode the momentum of this rank's part of a parameter, in the shape of its local storage. None before the
         first step."""
@@ -156,7 +184,7 @@ class Keeper:
         8-bit codes is left to the next step, because it takes the parameter's layout."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
-            dtype = SCALE_DTYPE
+            dtype = torch.float32
         elif key != BUFFER or not value.is_floating_point() or isinstance(self.dtype, str):
             dtype = value.dtype
         return value.to(device=place, dtype=dtype)
@@ -190,11 +218,6 @@ def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:
     return decode(stored[BUFFER], stored[SCALE])
 
 
-def count_of(state: Mapping[str, Any]) -> int:
-    """Return the number of steps that Muon has counted for a parameter. A `step` left over from AdamW counts as 0."""
-    return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
-
-
 def _was_adamws(state: Mapping[str, Any]) -> bool:
     return any(key in state for key in MOMENTS)
 
@@ -209,9 +232,7 @@ def _forget_adamw(state: MutableMapping[str, Any]) -> None:
 def gradient_dtype(param: Tensor) -> torch.dtype | None:
     """Return the dtype of a parameter's gradient; None if it is unknown until there is a gradient (`param.grad_dtype`
     is None)."""
-    if param.grad is not None:
-        return param.grad.dtype
-    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype) if param.grad is None else param.grad.dtype
     return dtype
 
 
@@ -226,45 +247,29 @@ def offloaded_from(param: Tensor) -> torch.device | None:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
-    """Find the shards and matrices that begin or end inside a block of columns with one scale. Yields for each the rank
-    and a text about what the rank stores."""
+def check_blocks(name: str, layout: ParamLayout) -> None:
+    """Raise Unlike if a shard or a matrix begins or ends inside a block of columns, for which 8-bit momentum has one
+    scale."""
     view = layout.view
     dim = view.num_row_dims
-    inner = math.prod(view.shape[dim + 1 :])
+    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()  # rank, and a text about what it stores
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:
             if isinstance(box, FlatRange):
                 if box.numel:
-                    yield rank, f"elements {box.start} to {box.stop}, a run that may begin anywhere in a row"
+                    cut.append((rank, f"elements {box.start} to {box.stop}, a run that may begin anywhere in a row"))
                 continue
             first, last = box.offset[dim], box.offset[dim] + box.size[dim]
             edges = first, local[dim], 0 if last == view.shape[dim] else last
             whole = box.size[dim + 1 :] == view.shape[dim + 1 :] and not any(edge * inner % BLOCK for edge in edges)
             if box.numel and not whole:
-                yield rank, f"indices {first} to {last} of {view.shape[dim]} along dim {dim} of shape {view.shape}"
+                text = f"indices {first} to {last} of {view.shape[dim]} along dim {dim} of shape {view.shape}"
+                cut.append((rank, text))
     if view.split_dim == dim or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
-        yield layout.ranks[0], "matrices of columns that begin elsewhere (transposed=True)"
-
-
-def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
-    """Check that the codes and scales of 8-bit momentum fit each other and the parameter. Return an error text without
-    the parameter's name; None if they fit, or if there are neither. The shape of the codes is checked elsewhere, like
-    that of any momentum."""
-    buffer, scale = state.get(BUFFER), state.get(SCALE)
-    coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
-    if not coded and scale is None:
-        return None
-    if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
-        return (
-            f"its {BUFFER} is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
-            f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a scale of floating point. Load "
-            "both from one checkpoint, or neither"
+        cut.append((layout.ranks[0], "matrices of columns that begin elsewhere (transposed=True)"))
+    for rank, found in cut[:1]:
+        raise Unlike(
+            f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
+            "cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns at multiples "
+            f"of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
         )
-    expected, found = scale_shape(engine.storage(param).shape, num_row_dims), tuple(local_if_any(scale).shape)
-    if is_dtensor(scale) != is_dtensor(param) or not same_storage(found, expected):
-        return (
-            f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another layout. "
-            "Load it through torch.distributed.checkpoint, which reshards it"
-        )
-    return None

@@ -37,11 +37,11 @@ from torch import Tensor
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.views import Ints
 
-GAMMA = 0x9E3779B97F4A7C15 - 2**64  # written as signed integers; torch's int64 arithmetic wraps around
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # written as signed integers; torch's int64 arithmetic wraps around
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-NEAREST = 0x8000  # makes rounding go to nearest if it takes the place of random bits
+_NEAREST = 0x8000  # makes rounding go to nearest if it takes the place of random bits
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Stream:
         width = 1 + sum((size - 1) * step for size, step in steps)
         left, right = patch.col // _LANES, -(-(patch.col + width) // _LANES)
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
-        lanes = mix_(counter.mul_(GAMMA).add_(self.key)).view(torch.int16)
+        lanes = mix_(counter, self.key).view(torch.int16)
         skipped = patch.col - left * _LANES
         if width == math.prod(size for size, _ in steps):  # the columns are contiguous
             lanes = lanes[:, skipped : skipped + width]
@@ -118,19 +118,21 @@ def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> 
     return found
 
 
-def mix_(z: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer in place: a bijection of int64; every output bit depends on every input bit."""
+def mix_(z: Tensor, key: Tensor | int) -> Tensor:
+    """Replace counters by SplitMix64's outputs for a key, in place. For each counter this is a bijection of the key,
+    and for each key one of the counter, in which every output bit depends on every input bit."""
+    z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # logical shift: torch's `>>` is arithmetic
         z *= factor
     return z
 
 
-def round_by(
+def _round_by(
     x: Tensor,  # fp32
-    bits: Tensor,  # int32 in [0, 2**16), the shape of x: random bits, or NEAREST
+    bits: Tensor,  # int32 in [0, 2**16), the shape of x: random bits, or _NEAREST
 ) -> Tensor:  # bf16
-    """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; NEAREST
+    """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
     # bf16 is the upper half of fp32, so a carry out of the lower half gives the next bf16 value, even across powers of
     # 2
@@ -138,7 +140,7 @@ def round_by(
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def slab(device: torch.device) -> int:
+def _slab(device: torch.device) -> int:
     """Return the number of elements to process at once, so that temporaries fit in a CPU's cache, or so that an
     accelerator has enough work."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
@@ -149,13 +151,12 @@ def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # bf16
     with the same order of elements; the result has the shape of `x`."""
     values = x.reshape(patch.sizes)
     out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
-    for cut, part in patch.slabs(slab(x.device), len(patch.sizes)):
-        out.narrow(*cut).copy_(round_by(values.narrow(*cut), stream.bits(part, x.device)))
+    for cut, part in patch.slabs(_slab(x.device), len(patch.sizes)):
+        out.narrow(*cut).copy_(_round_by(values.narrow(*cut), stream.bits(part, x.device)))
     return out.view(x.shape)
 
 
 BLOCK = 128  # columns
-SCALE_DTYPE = torch.float32
 _LEVELS = 127
 
 
@@ -176,7 +177,7 @@ def step_stored_(
     """
     is_coded = len(stored) > 1
     num_dims = stored[-1].dim() - is_coded
-    for cut, part in patch.slabs(slab(grad.device), num_dims):
+    for cut, part in patch.slabs(_slab(grad.device), num_dims):
         places, given = [t.narrow(*cut) for t in stored], grad.narrow(*cut).float()
         here = [place.to(given.device) for place in places]
         old = decode(*here) if is_coded else here[0].float()
@@ -184,14 +185,13 @@ def step_stored_(
         if out is not None:
             out.narrow(*cut).copy_(torch.lerp(given, new, momentum) if nesterov else new)
         bits = stream.bits(part, given.device)
-        made = encode(new, num_dims, old, bits) if is_coded else (_round_small_steps(new, old, bits),)
+        if is_coded:
+            made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
+        else:
+            moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps: 2**16 in one spacing of bf16
+            made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):
             place.copy_(value)
-
-
-def _round_small_steps(new: Tensor, old: Tensor, bits: Tensor) -> Tensor:  # bf16
-    moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps; one bf16 spacing is 2**16 of them
-    return round_by(new, torch.where(moved < 0x10000, bits, NEAREST))
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
@@ -234,7 +234,7 @@ def decode(
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
-    scale = scale.to(SCALE_DTYPE)  # scales loaded from a checkpoint may have another dtype
+    scale = scale.float()  # scales loaded from a checkpoint may have another dtype
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 

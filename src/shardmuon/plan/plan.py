@@ -1,23 +1,144 @@
-"""The plan: which rank orthogonalizes which matrix, and which matrices are exchanged together. Pure functions; ranks
-that share parameters get the same result for them."""
+"""The plan: which rank orthogonalizes which matrix, and which matrices are exchanged together. A plan is pure data, and
+ranks that share parameters have the same plan for them. `planner.make_plan` makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
-from shardmuon.plan.buckets import Way, cheapest, in_order
-from shardmuon.plan.items import Bucket, Item, Policy, Spec
-from shardmuon.plan.owners import draft_of, each_for_itself, with_owners
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 from shardmuon.texts import table
 
-# Replicas divide matrices among them, unless it saves enough time if each replica orthogonalizes all of its matrices.
-_NO_GAIN = 102  # percent: minimum ratio of the time with division to the time without
-_LATENCIES = 3  # minimum saving without division, in latencies of exchanges between nodes
+
+class Kept(NamedTuple):
+    """State tensor (fp32) with a few values for each matrix of a parameter, as stored by one stage of a Muon variant
+    (NorMuon's second moments, for example).
+
+    Attributes:
+        layout: Layout of the state tensor. For each matrix of the parameter, it has one matrix of shape 1 x n, of which
+            a rank stores either all or nothing.
+        travels: True if the rank that orthogonalizes a matrix also changes the values and must send them to all ranks
+            that store them.
+    """
+
+    layout: ParamLayout
+    travels: bool
+
+
+class Spec(NamedTuple):
+    """The planner's description of one parameter.
+
+    Attributes:
+        name: Name for messages and tables.
+        layout: Layout of the parameter, which gives the pieces that each rank stores.
+        hows: Text that describes how each matrix is orthogonalized; equal for all matrices of a batch.
+        costs: Floating point operations to orthogonalize each matrix.
+        itemsizes: Bytes per element when a matrix is sent, for each matrix.
+        batch: Text of coefficients and variant stages; equal for all matrices of a batch.
+        kind: Device type; equal for all parameters of a bucket.
+        kept: State tensors with values per matrix, one for each variant stage that has such state.
+        reasons: For each matrix, the reason why its method was chosen, for printed plans. Empty: print no reasons.
+    """
+
+    name: str
+    layout: ParamLayout
+    hows: tuple[str, ...]
+    costs: tuple[int, ...]
+    itemsizes: tuple[int, ...]
+    batch: str = ""
+    kind: str = "cpu"
+    kept: tuple[Kept, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+class Policy(NamedTuple):
+    """Bounds and machine rates on which a plan depends besides its parameters.
+
+    Attributes:
+        bucket_bytes: Maximum size of the matrices that one rank orthogonalizes in a bucket, in bytes as sent. A larger
+            matrix gets a separate bucket. None: choose the size that needs the least memory among sizes whose estimated
+            time is at most 2% above the fastest. For matrices that are not exchanged, None means 32 MiB, or 1/32 of
+            their momentum in fp32 if that is more; on a CPU, 4 MiB.
+        machine: Rates from which the time of a plan is estimated.
+        each: True if every replica may orthogonalize all of its matrices itself where that is faster. False if the
+            ranks' machines differ: their results could differ in bits, and replicas would diverge.
+    """
+
+    bucket_bytes: int | None = None
+    machine: Machine = MACHINES[DEFAULT]
+    each: bool = True
+
+
+class Item(NamedTuple):
+    """One matrix and its owners, the ranks that orthogonalize it.
+
+    Attributes:
+        param, matrix: Index of the parameter's `Spec`, and index of the matrix in the parameter's view.
+        rows, cols: Shape of the matrix.
+        owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
+        route: "local": no element is sent. "owner": the matrix is gathered on its owner, and the result is scattered.
+        how: Text that describes how the matrix is orthogonalized.
+        cost: Floating point operations to orthogonalize the matrix.
+        reason: Reason why the method was chosen. It may name capabilities of one rank's machine, so ranks do not
+            compare it.
+    """
+
+    param: int
+    matrix: int
+    rows: int
+    cols: int
+    owners: Ranks
+    route: Literal["local", "owner"]
+    how: str
+    cost: int
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Index of the parameter and of the matrix. A plan's items are sorted by it."""
+        return self.param, self.matrix
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    def owner_for(self, layout: ParamLayout, rank: int) -> int:
+        """Return the owner whose results a rank receives: if each replica has an owner, the owner in the rank's
+        replica."""
+        return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
+
+
+class Bucket(NamedTuple):
+    """Matrices that are processed together: exchanged between ranks and orthogonalized, or only orthogonalized. Plans
+    sort the buckets that are exchanged as tuples of these fields.
+
+    Attributes:
+        ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
+        route, num_owners: Route, and number of owners of a matrix, equal for all of the bucket's items.
+        kind: Device type.
+        itemsize: Bytes per element as sent.
+        items: Indices into the plan's items.
+        gathers: False if every owner stores its matrices whole, as plain replicas do, and sends no state. The bucket
+            then needs no gather or scatter, only a relay of results to other replicas.
+    """
+
+    ranks: Ranks
+    route: Literal["local", "owner"]
+    num_owners: int
+    kind: str
+    itemsize: int
+    items: tuple[int, ...] = ()
+    gathers: bool = False
+
+    @property
+    def exchange(self) -> bool:
+        """True if the bucket's matrices are exchanged between ranks."""
+        return self.route != "local"
 
 
 @dataclass(frozen=True)
@@ -73,7 +194,14 @@ class Plan:
 
     def __str__(self) -> str:
         reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in self.items if i.reason)
-        return "\n".join([_rows(self), *reasons, *_balance(self), *self.notes])
+        lines, loads = [_rows(self), *reasons], self.loads().values()
+        if any(loads):
+            mean = sum(loads) / len(loads)
+            lines.append(
+                f"{len(self.items)} matrices, {len(self.buckets)} buckets; most loaded rank {max(loads) / mean:.2f}x "
+                f"of the mean {mean / 1e9:.2f} GFLOP a step"
+            )
+        return "\n".join([*lines, *self.notes])
 
 
 def _rows(plan: Plan) -> str:
@@ -86,50 +214,3 @@ def _rows(plan: Plan) -> str:
             owners, held = ",".join(map(str, item.owners)), f"ranks {ranks_text(tuple(spec.layout.tiles[item.matrix]))}"
             rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
     return table(rows)
-
-
-def _balance(plan: Plan) -> list[str]:
-    """Make the line of a printed plan that compares the most loaded rank with the mean. Empty if there is no work."""
-    loads = plan.loads().values()
-    if not any(loads):
-        return []
-    mean = sum(loads) / len(loads)
-    return [
-        f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank {max(loads) / mean:.2f}x of the "
-        f"mean {mean / 1e9:.2f} GFLOP a step"
-    ]
-
-
-def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Make a plan: assign an owner and a bucket to every matrix."""
-    sets: dict[Ranks, list[Item]] = {}
-    for param, spec in enumerate(specs):
-        matrices = range(len(spec.layout.view.matrices))
-        sets.setdefault(spec.layout.ranks, []).extend(draft_of(spec, param, matrix) for matrix in matrices)
-    ways = [_of_set(specs, drafts, ranks, policy) for ranks, drafts in sets.items()]
-    items = sorted((item for way in ways for item in way.items), key=lambda item: item.key)
-    notes = tuple(note for way in ways for note in way.notes)
-    return Plan(tuple(specs), tuple(items), tuple(in_order(specs, items, ways, policy)), notes, policy)
-
-
-def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> Way:
-    """Assign owners and buckets to the matrices that a set of ranks shares. All ranks divide the matrices among them,
-    or every replica orthogonalizes all of its matrices itself if that is estimated to be faster."""
-    shared = cheapest(specs, with_owners(specs, drafts, ranks, policy.machine), policy)
-    each = each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
-    if not each:
-        return shared
-    alone = cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
-    way, what = shared, "they share the work"
-    if _gains(shared.ns, alone.ns, policy):
-        way, what = alone, "each works for itself"
-    replicas = max(len(item.owners) for item in each.values())
-    note = f"ranks {ranks_text(ranks)}: {replicas} replicas: {what}, by price ({policy.machine.name})"
-    return way._replace(notes=(note, *way.notes))
-
-
-def _gains(shared: int, alone: int, policy: Policy) -> bool:
-    """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
-    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred: replicas that receive the
-    same results are certain to stay equal."""
-    return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared

@@ -26,8 +26,7 @@ from typing import Literal, NamedTuple
 
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
-from shardmuon.plan.items import Bucket, Item, Key
-from shardmuon.plan.plan import Plan
+from shardmuon.plan.plan import Bucket, Item, Plan
 
 _ALIGNMENT = 64  # bytes; equal alignment of all matrices of a batch makes a result independent of its place in it
 
@@ -78,7 +77,7 @@ class KeptLoad(NamedTuple):
     size: int = 0
 
 
-class Batch(NamedTuple):
+class _Batch(NamedTuple):
     """Matrices of one shape that are orthogonalized in one call.
 
     Attributes:
@@ -127,7 +126,7 @@ class Program:
 
     bucket: Bucket
     rank: int
-    batches: tuple[Batch, ...]
+    batches: tuple[_Batch, ...]
     batch_numel: int
     own: tuple[Load, ...]
     gather: Wire
@@ -197,13 +196,13 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
-def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Key, int], int]:
+def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:
     """Place the matrices that this rank owns, sorted by `_batch_key`, in one buffer. Returns the batches, the offset of
     each matrix, and the buffer's size in elements."""
-    found, slots, end = list[Batch](), dict[Key, int](), 0
+    found, slots, end = list[_Batch](), dict[tuple[int, int], int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)
-        found.append(Batch(alike, (len(alike), rows, cols), end, stride))
+        found.append(_Batch(alike, (len(alike), rows, cols), end, stride))
         for number in alike:
             slots[plan.items[number].key] = end
             end += stride
@@ -274,7 +273,13 @@ def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
     several shapes.
     """
-    return tuple(_rows(_rows([_merged(copy) for copy in copies])))
+    found = [_merged(copy) for copy in copies]
+    for _ in range(2):
+        forms = defaultdict[object, list[Copy]](list)
+        for copy in found:
+            forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
+        found = [run for alike in forms.values() for run in _runs(alike)]
+    return tuple(found)
 
 
 def _merged(copy: Copy) -> Copy:
@@ -289,14 +294,6 @@ def _merged(copy: Copy) -> Copy:
             dims.append((size, here, there))
     sizes, here_strides, there_strides = zip(*(dims or [(1, 1, 1)]), strict=True)
     return Copy(sizes, BufferPlace(copy.here.start, here_strides), BufferPlace(copy.there.start, there_strides))
-
-
-def _rows(copies: Iterable[Copy]) -> list[Copy]:
-    """Find copies of equal sizes and strides at equal distances, and merge each series of them into one copy."""
-    forms = defaultdict[object, list[Copy]](list)
-    for copy in copies:
-        forms[copy.sizes, copy.here.strides, copy.there.strides].append(copy)
-    return [run for alike in forms.values() for run in _runs(alike)]
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:

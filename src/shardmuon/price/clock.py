@@ -1,4 +1,4 @@
-"""Simulate the operations of a step with given times, in the order in which `step.bucket` executes them.
+"""The order of a step's operations, which `step.bucket` follows, and a simulation of them with given times.
 
 The functions are pure and independent of hardware. Times may be in any unit. With integer times and `overlap` 0.5,
 results are exact, so that all ranks get the same results.
@@ -13,16 +13,44 @@ results are exact, so that all ranks get the same results.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Turn = Literal["begin", "compute", "apply", "finish"]
-Order = Callable[[Sequence[bool]], Iterator[tuple[Turn, int]]]  # such as `plan.turns.turns`
-Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
+_BESIDE = 4  # number of later buckets during which a relay, the longest exchange (usually between nodes), may run
+
+_Turn = Literal["begin", "compute", "apply", "finish"]
+_Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
+_EXCHANGES: tuple[_Phase, ...] = ("gather", "scatter", "relay")
 
 
-_EXCHANGES: tuple[Phase, ...] = ("gather", "scatter", "relay")
+def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[_Turn, int]]:
+    """Yield a rank's operations on its buckets in order, as pairs of an operation and a bucket's index.
+
+    While bucket i is orthogonalized, i + 1 is gathered, i - 1 is scattered, and earlier buckets are relayed.
+
+    This order cannot deadlock. Number the exchanges of all ranks' buckets in the common order of the plan: for bucket
+    b, the gather is b, the scatter b + 1/4, and the relay b + 1/2. Before a rank posts an exchange, it waits only for
+    exchanges with smaller numbers. So all ranks have posted the exchange with the smallest number that any rank waits
+    for. One exception is allowed: if buckets b and b + 1 have the same ranks, the relay of b is posted after the wait
+    for the gather of b + 1. This is safe because these ranks have both buckets and none between them. Before a bucket
+    with other ranks, the relay is posted first.
+
+    Args:
+        relays: For each bucket of this rank, in the plan's order: True if it has a relay.
+        sets: The ranks of each bucket. Empty: all buckets have the same ranks.
+    """
+    num = len(relays)
+    for i in range(-1, num + _BESIDE):
+        if i + 1 < num:
+            yield "begin", i + 1
+        early = 0 < i < num and relays[i - 1] and bool(sets) and sets[i] != sets[i - 1]
+        both: list[tuple[_Turn, int]] = [("compute", i), ("apply", i - 1)]
+        for turn, at in both[::-1] if early else both:
+            if 0 <= at < num:
+                yield turn, at
+        if 0 <= i - _BESIDE < num and relays[i - _BESIDE]:
+            yield "finish", i - _BESIDE
 
 
 class BucketTimes(NamedTuple):
@@ -52,7 +80,7 @@ class Event(NamedTuple):
     """The time span of one phase of a bucket, either computed by a rank or transferred on its links."""
 
     bucket: int
-    phase: Phase
+    phase: _Phase
     start: float
     end: float
 
@@ -81,7 +109,7 @@ class Course:
     waited: float = 0.0
     links: float = 0.0
 
-    def spend(self, bucket: int, phase: Phase, seconds: float) -> None:
+    def spend(self, bucket: int, phase: _Phase, seconds: float) -> None:
         if seconds:
             self.events.append(Event(bucket, phase, self.end, self.end + seconds))
         self.end += seconds
@@ -92,7 +120,7 @@ class Course:
         exchange.end = max(exchange.end, exchange.start + seconds)
         self.links = exchange.start + seconds
 
-    def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: Phase) -> None:
+    def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: _Phase) -> None:
         """Advance the clock to the end of an exchange that all of its ranks have posted."""
         self.links = max(self.links, exchange.end)
         late = max(exchange.start, self.end) + (exchange.end - exchange.start)
@@ -102,9 +130,9 @@ class Course:
         self.end = end
 
 
-_Exchanges = dict[tuple[Hashable, Phase], _Exchange]
+_Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
 # For each operation, the exchange for which a rank first waits, and the phases and exchanges that it then starts.
-_DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
+_DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
     "apply": ("scatter", ("apply", "relay")),
@@ -112,9 +140,7 @@ _DOES: dict[Turn, tuple[Phase | None, tuple[Phase, ...]]] = {
 }
 
 
-def run(
-    ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float, order: Order
-) -> list[Course]:
+def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
     """Simulate a step.
 
     Args:
@@ -122,8 +148,6 @@ def run(
         first: Seconds before the first bucket, for host work and the ranks' vote.
         last: For each rank, seconds after its last bucket, for AdamW.
         overlap: Share of an exchange that can overlap with computation, from 0 to 1.
-        order: Generator function that yields a rank's operations in order. Its argument has a bool for each bucket:
-            True if the bucket has a relay.
 
     Returns:
         The timeline of each rank.
@@ -131,7 +155,7 @@ def run(
     members = Counter(work.key for works in ranks for work in works)
     exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
     courses = [Course(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
-    runs = [_turns(course, works, exchanges, overlap, order) for course, works in zip(courses, ranks, strict=True)]
+    runs = [_simulated(course, works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
     awaited = dict.fromkeys(runs, _Exchange(0))  # the exchange that each unfinished rank waits for
     while awaited:
         ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
@@ -149,11 +173,11 @@ def run(
     return courses
 
 
-def _turns(
-    course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float, order: Order
+def _simulated(
+    course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float
 ) -> Iterator[_Exchange]:
     """Simulate the loop of one rank. Yields each exchange before the rank waits for it."""
-    for turn, bucket in order([work.relay is not None for work in works]):
+    for turn, bucket in turns([work.relay is not None for work in works]):
         work = works[bucket]
         awaited, does = _DOES[turn]
         if awaited is not None and work.key is not None and getattr(work, awaited) is not None:

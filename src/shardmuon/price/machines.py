@@ -13,7 +13,7 @@ class Machine(NamedTuple):
     Attributes:
         name: Name in printed plans.
         shares: Fraction of the peak, in thousandths, that matrix products reach, for each range of short sides in
-            `SIDES`.
+            `_SIDES`.
         half, single, double: Peak GFLOP/s of dense matrix products in 16, 32 and 64 bits.
         memory: Memory bandwidth in MB/s, reads and writes together.
         link, network: MB/s of an all-to-all in one direction, inside a node and between nodes.
@@ -40,8 +40,15 @@ class Machine(NamedTuple):
     matrix: int
     launch: int
 
+    def share(self, volume: int) -> int:
+        """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume`:
+        side**3."""
+        found = (share for side, share in zip(_SIDES, self.shares, strict=True) if volume <= side**3)
+        return next(found, self.shares[-1])
 
-SIDES = (64, 128, 256, 512, 1024, 2048, 4096)  # largest short side to which each of `Machine.shares` applies; last: any
+
+# largest short side to which each of `Machine.shares` applies; the last one: any
+_SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 # Copies of the middle values in the hardware files of `shardmuon.foresight`; a test checks that they are equal.
 _RATES = {

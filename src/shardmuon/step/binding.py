@@ -23,14 +23,14 @@ from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.mesh import OnMesh, kept_layout
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
-from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
+from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
+from shardmuon.momentum.stores import mix_
 from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.plan.items import Bucket, Kept, Policy, Spec
-from shardmuon.plan.plan import Plan, make_plan
+from shardmuon.plan.plan import Bucket, Kept, Plan, Policy, Spec
+from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import machine_of
 from shardmuon.step.bucket import Bound, Buckets
@@ -132,7 +132,7 @@ def _buckets(
 ) -> Buckets:
     found = []
     for bucket, home in buckets:
-        device = wire_device(home, ns_device, bucket.ranks if bucket.exchange else (rank,))
+        device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
         found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device))
     return Buckets(found)
 
@@ -340,17 +340,6 @@ def make_spec(
     return Spec(name, layout, hows, costs, sizes, settings.batch, device.type, kept, reasons)
 
 
-def check_blocks(name: str, layout: ParamLayout) -> None:
-    """Raise Unlike if a rank's shard begins or ends inside a block of 128 columns, for which 8-bit momentum has one
-    scale."""
-    for rank, found in tiles_cut(layout):
-        raise Unlike(
-            f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
-            "cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns at multiples "
-            f"of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
-        )
-
-
 def fingerprint(storage: Tensor) -> int:
     """Compute a 64-bit hash of a tensor's bits and their order. Equal tensors on devices of one type have equal hashes.
 
@@ -366,5 +355,5 @@ def fingerprint(storage: Tensor) -> int:
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs: temporaries stay in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        total += mix_(places.mul_(GAMMA).add_(part)).sum()  # wraps around modulo 2**64
+        total += mix_(places, part).sum()  # wraps around modulo 2**64
     return int(total.item())

@@ -22,7 +22,7 @@ from shardmuon.orthogonalize import FiniteWatch, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Copy, Program, Wire
-from shardmuon.plan.turns import turns
+from shardmuon.price.clock import turns
 from shardmuon.step.batch import BatchStages
 from shardmuon.step.update import KeptSide, Side, Work, apply_results, sides_of_batches, update_momentum
 from shardmuon.texts import listed
@@ -110,7 +110,7 @@ class Buckets:
 
     Attributes:
         bounds: The buckets, in the plan's order.
-        order: The order of the buckets' operations, see `shardmuon.plan.turns.turns`.
+        order: The order of the buckets' operations, see `shardmuon.price.clock.turns`.
         moves: True if anything is exchanged, so that other ranks may wait for this rank.
     """
 
@@ -153,7 +153,7 @@ def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) 
 
 def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
     """Run one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
-    buckets can proceed: see `shardmuon.plan.turns.turns`.
+    buckets can proceed: see `shardmuon.price.clock.turns`.
 
     Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
     """

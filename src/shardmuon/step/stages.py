@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
-from shardmuon.comm.groups import Ranks, Traffic, group_for, talking_device
+from shardmuon.comm.groups import Ranks, Traffic, group_for, wire_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Plan
@@ -224,7 +224,7 @@ def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:
     if len(ranks) == 1:
         return values
     group = group_for(ranks)
-    sums = values.to(talking_device(values.device, group))
+    sums = values.to(wire_device(values.device, ranks))
     dist.all_reduce(sums, group=group)
     traffic.norm_reductions += 1
     traffic.norms_sent += values.numel()

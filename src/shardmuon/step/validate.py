@@ -24,7 +24,7 @@ from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.layout.mesh import same_storage
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, gradient_dtype
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
@@ -165,7 +165,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     text = f"weights={weight.dtype} gradient={grad.dtype} {BUFFER}={None if buffer is None else buffer.dtype} "
     if keeper.rounds:
-        text += f"{STEP}={count_of(kept)} "
+        text += f"{STEP}={keeper.count_of(kept)} "
     if stages:
         found.fresh[number] = unsettled(stages, kept, memory.settled)
         text += f"new={','.join(found.fresh[number])} "
@@ -190,7 +190,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     found.kept[number] = stored_kept(shapes, engine, param, state, stacked=stacked)
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
-    wrong = coded_fault(engine, param, view.num_row_dims, kept)
+    wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
     for key in KEPT_KEYS:  # drops state of an earlier variant: it would be stale if the group returned to that variant

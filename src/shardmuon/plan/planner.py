@@ -1,0 +1,549 @@
+"""The planner, which makes a plan: it chooses the owner of each matrix, the rank that orthogonalizes it, and divides
+the matrices into buckets, which are exchanged together, so that a step takes the least time. All functions are pure.
+
+[Note: balance within a set]
+    Work is balanced separately within each set of ranks that share tensors. A rank can belong to several sets, but the
+    other ranks of one set do not know its work in the others. All ranks of a set must choose the same owners, so the
+    choice uses only what all of them know.
+
+[Note: the price of buckets]
+    The price of a choice is the estimated time of a step. To find it, `price.clock` simulates the loop that executes
+    the buckets, on every rank that has the most to compute in some bucket. An exchange takes as long as it takes the
+    rank that sends or receives the most. Half of each exchange is assumed to overlap with computation, for lack of a
+    better estimate. Prices are integers (nanoseconds), so that all ranks get the same results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmuon.comm.groups import Ranks
+from shardmuon.errors import ranks_text
+from shardmuon.layout.pieces import ParamLayout
+from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
+from shardmuon.price import clock
+from shardmuon.price.machines import Machine
+
+_LATE = 1.03  # a rank with more than this multiple of the mean load gives matrices to other ranks
+# Replicas divide matrices among them, unless it saves enough time if each replica orthogonalizes all of its matrices.
+_NO_GAIN = 102  # percent: minimum ratio of the time with division to the time without
+_LATENCIES = 3  # minimum saving without division, in latencies of exchanges between nodes
+_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
+_TAILS = (1, 2, 4)
+_LEAST_BYTES = 32 * 2**20
+_IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
+_OF_MOMENTUM = 32  # a bucket that is not exchanged may have at most 1/32 of the bytes of its rank's fp32 momentum
+_NO_DEARER = 102  # a choice that needs less memory may take up to this percentage of the shortest time
+_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.slots`
+_LAUNCHES = 30  # kernel launches of five Newton-Schulz steps
+_PACKS, _APPLIES, _FILLS = 30, 26, 12  # memory traffic of these phases in bytes per element, see `foresight.hardware`
+
+_Key = tuple[int, int]  # index of a parameter, index of the matrix in it
+_Share = list[Item]  # the matrices of a bucket
+
+
+class _Way(NamedTuple):
+    """One choice of owners and buckets for the matrices that a set of ranks shares.
+
+    Attributes:
+        items: The matrices with their owners.
+        moving: Buckets of matrices that are sent between ranks, grouped by common properties. A key is a bucket without
+            items that holds the properties; its value lists the matrices of each bucket with these properties.
+        ns: Estimated time of a step in nanoseconds, without matrices that a single rank stores and orthogonalizes.
+        notes: Lines for the printed plan that explain the choice.
+    """
+
+    items: Sequence[Item]
+    moving: Mapping[Bucket, list[_Share]]
+    ns: int
+    notes: tuple[str, ...]
+
+
+def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
+    """Make a plan: assign an owner and a bucket to every matrix."""
+    sets: dict[Ranks, list[Item]] = {}
+    for param, spec in enumerate(specs):
+        matrices = range(len(spec.layout.view.matrices))
+        sets.setdefault(spec.layout.ranks, []).extend(_draft_of(spec, param, matrix) for matrix in matrices)
+    ways = [_of_set(specs, drafts, ranks, policy) for ranks, drafts in sets.items()]
+    items = sorted((item for way in ways for item in way.items), key=lambda item: item.key)
+    notes = tuple(note for way in ways for note in way.notes)
+    return Plan(tuple(specs), tuple(items), tuple(_in_order(specs, items, ways, policy)), notes, policy)
+
+
+def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
+    """Assign owners and buckets to the matrices that a set of ranks shares. All ranks divide the matrices among them,
+    or every replica orthogonalizes all of its matrices itself if that is estimated to be faster."""
+    owners = _owners(specs, drafts, ranks, policy.machine.per_node)
+    _hand_on(specs, drafts, owners, ranks, policy.machine)
+    shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
+    each = _each_for_itself(specs, drafts, policy.machine.per_node) if policy.each else {}
+    if not each:
+        return shared
+    alone = _cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
+    way, what = shared, "they share the work"
+    if _gains(shared.ns, alone.ns, policy):
+        way, what = alone, "each works for itself"
+    replicas = max(len(item.owners) for item in each.values())
+    note = f"ranks {ranks_text(ranks)}: {replicas} replicas: {what}, by price ({policy.machine.name})"
+    return way._replace(notes=(note, *way.notes))
+
+
+def _gains(shared: int, alone: int, policy: Policy) -> bool:
+    """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
+    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred: replicas that receive the
+    same results are certain to stay equal."""
+    return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared
+
+
+# --------------------------------------------------------------------------------------------------------------- owners
+
+
+def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
+    """Make the item of a matrix. Its `owners` are all candidates; one of them is chosen later."""
+    layout = spec.layout
+    rows, cols = layout.view.matrices[matrix][:2]
+    able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
+    # an owner needs the state values of its matrix; for a sharded stack of experts, only some ranks store them
+    for kept in spec.kept:
+        able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
+    why = spec.reasons[matrix] if spec.reasons else ""
+    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], why)
+
+
+def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
+    """Give a matrix its owners. The route becomes "local" if no other rank stores any element of the matrix or of
+    state tensors that owners would send."""
+    having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
+    stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
+    return item._replace(owners=owners, route="local" if stays else item.route)
+
+
+def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[_Key, int]:
+    """Choose the owner of each matrix that a set of ranks shares. Matrices with a single candidate come first, then
+    the costliest. Each goes to the candidate with the least work so far. Among candidates with equal work, the replica
+    that has to relay the fewest elements to other replicas is preferred, then ranks alternate between nodes."""
+    ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
+    place = {rank: at for at, rank in enumerate(ranks)}
+    able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
+    layouts = {specs[item.param].layout for item in drafts}
+    replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
+    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # FLOP per rank; elements per replica
+    found = dict[_Key, int]()
+    for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
+        at, of_rank = able[item.owners], replica[specs[item.param].layout]
+        at = at[work[at] == work[at].min()]
+        owner = int(at[moved[of_rank[at]].argmin()])
+        work[owner] += item.cost
+        moved[of_rank[owner]] += item.numel
+        found[item.key] = ranks[owner]
+    return found
+
+
+def _hand_on(
+    specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[_Key, int], ranks: Ranks, machine: Machine
+) -> None:
+    """Reassign matrices of overloaded ranks to other ranks of their node, by changing `owners`. Only matrices that are
+    stored by a single rank are reassigned. This balances models in which all ranks store experts, but only a few also
+    store a dense matrix."""
+    # floating point operations of each rank; (cost, key) of each rank's movable matrices
+    loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
+    for item in drafts:
+        owner = owners[item.key]
+        loads[owner] += item.cost
+        if _may_go(specs[item.param], item, machine):
+            alone[owner].append((item.cost, item.key))
+    late = _LATE * sum(loads.values()) / len(loads)
+    for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
+        mates = [rank for rank in ranks if rank // machine.per_node == node]
+        while True:
+            mate, rank = (of(mates, key=lambda rank: (loads[rank], rank)) for of in (min, max))
+            cost, key = max(alone[rank], default=(0, (0, 0)))
+            if loads[rank] <= late or not cost or loads[mate] + cost >= loads[rank]:
+                break
+            alone[rank].remove((cost, key))
+            owners[key] = mate
+            loads[mate] += cost
+            loads[rank] -= cost
+
+
+def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
+    """True if it pays to orthogonalize a matrix on a rank that does not store it. The matrix must be stored by a single
+    rank, have no state tensor with values per matrix, and take longer to orthogonalize at the machine's peak rate than
+    to send to another rank and back."""
+    way = 2 * spec.itemsizes[item.matrix] * item.numel
+    worth = item.cost * machine.link > way * machine.half * 1000
+    return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
+
+
+def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
+    """Choose an owner in every replica, so that each replica orthogonalizes its matrices by itself. Owners are chosen
+    in the first replica; in the others, the rank that stores the same piece becomes the owner. If layouts differ in
+    their replicas, only matrices on the replicas with the most work are returned, by their keys."""
+    work = Counter[tuple[Ranks, ...]]()
+    for item in drafts:
+        work[specs[item.param].layout.replicas] += item.cost
+    replicas = max(work, key=lambda of: (work[of], of), default=())
+    if len(replicas) < 2:
+        return {}
+    first = set(replicas[0])
+    able = {owners: tuple(rank for rank in owners if rank in first) for owners in {item.owners for item in drafts}}
+    mine = [item for item in drafts if able[item.owners] and specs[item.param].layout.replicas == replicas]
+    inside = _owners(specs, [item._replace(owners=able[item.owners]) for item in mine], replicas[0], per_node)
+    found = dict[_Key, Item]()
+    for item in mine:
+        layout = specs[item.param].layout
+        owners = layout.keepers[layout.tiles[item.matrix][inside[item.key]][0].held.piece]
+        if set(owners) <= set(item.owners):
+            found[item.key] = _placed(specs[item.param], item, owners)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- buckets
+
+
+def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
+    """Choose the buckets with the least estimated time for the matrices that a set of ranks shares. The ranks that
+    orthogonalize the matrices (owners) are already chosen."""
+    total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
+    prices = _prices(specs, items, policy.machine)
+    for alike, share in _together(specs, items).items():
+        if alike.exchange:
+            moving[alike], ns, note = _by_price(alike, share, prices, policy)
+            notes.append(note)
+            total += ns
+        elif len(alike.ranks) > 1:
+            total += max(_timed([prices[item.key] for item in share], alike.itemsize, policy.machine).computed.values())
+    return _Way(items, moving, total, tuple(notes))
+
+
+def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way], policy: Policy) -> list[Bucket]:
+    """List all buckets of a plan in the order of their execution.
+
+    Half of a rank's local buckets (matrices that are not exchanged) come before all exchanged buckets and half after
+    them, so that they overlap with gathers and scatters. No local bucket comes between exchanged buckets: ranks with
+    local buckets would then post their exchanges in another order than ranks without.
+    """
+    number = {item.key: n for n, item in enumerate(items)}
+
+    def made(alike: Bucket, shares: Iterable[_Share]) -> list[Bucket]:
+        return [
+            alike._replace(
+                items=tuple(sorted(number[item.key] for item in share)),
+                gathers=alike.exchange and any(_gathered(specs[item.param], item) for item in share),
+            )
+            for share in shares
+        ]
+
+    before, between, behind = list[Bucket](), list[Bucket](), list[Bucket]()
+    for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
+        of_rank = made(alike, _local(alike, share, policy))
+        before += of_rank[: (len(of_rank) + 1) // 2]
+        behind += of_rank[(len(of_rank) + 1) // 2 :]
+    moving = {alike: shares for way in ways for alike, shares in way.moving.items()}
+    for alike in sorted(moving):
+        between += made(alike, moving[alike])
+    return [*before, *between, *behind]
+
+
+def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
+    """Group matrices that may be in the same bucket. The keys are buckets without items, which hold the properties that
+    the matrices have in common."""
+    found: dict[Bucket, _Share] = {}
+    for item in items:
+        spec = specs[item.param]
+        ranks = item.owners if item.route == "local" else spec.layout.ranks
+        alike = Bucket(ranks, item.route, len(item.owners), spec.kind, spec.itemsizes[item.matrix])
+        found.setdefault(alike, []).append(item)
+    return found
+
+
+def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
+    """Divide matrices that are not exchanged into buckets. There are as few buckets as memory allows, but on a CPU,
+    each bucket is small enough for the cache."""
+    of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
+    least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
+    most = (policy.bucket_bytes or least) // alike.itemsize
+    return _shares_of(_lines(share), max(1, most), 1)[::-1]
+
+
+def _by_price(
+    alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy
+) -> tuple[list[_Share], int, str]:
+    """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
+    that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
+    plan."""
+    # By (largest number of elements on any rank, number of buckets, nanoseconds)
+    found = dict[tuple[int, int, int], list[_Share]]()
+    for shares in _cuts(alike, items, prices, policy):
+        buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
+        taken = max(bucket.taken for bucket in buckets)
+        for step in (1, -1)[: len(shares)]:  # try both orders of the buckets
+            found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
+    limit = min(ns for *_, ns in found) * _NO_DEARER
+    best = min(option for option in found if option[2] * 100 <= limit)
+    taken, num, ns = best
+    return (
+        found[best],
+        ns,
+        (
+            f"ranks {ranks_text(alike.ranks)}: {num} buckets by price ({policy.machine.name}), "
+            f"of {alike.itemsize * taken / 2**20:.3g} MiB a rank at most"
+        ),
+    )
+
+
+def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
+    """Yield the ways to divide matrices into buckets that are to be compared. The matrices are first divided into
+    waves, each with matrices of all owners, for several numbers of waves. Then each wave becomes one bucket, or is
+    divided further by owners."""
+    most = sum(item.numel for item in items)
+    if policy.bucket_bytes:
+        most = max(1, policy.bucket_bytes // alike.itemsize)
+    tails = _TAILS if any(prices[item.key].spread.replicas > 1 for item in items) else (1,)
+    lines, known = _lines(items), 0
+    for least in _NUMS:
+        waves = _shares_of(lines, most, least)[::-1]
+        if len(waves) > known:
+            yield from (_narrowed(waves, tail, prices) for tail in tails)
+        known = len(waves)
+        if known == max(map(len, lines)):
+            break
+
+
+def _gathered(spec: Spec, item: Item) -> bool:
+    """Return True if a matrix needs a gather and a scatter. Return False if the rank that orthogonalizes it stores the
+    whole matrix and has no stage state to send."""
+    stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
+    return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
+
+
+# ------------------------------------------------------------------------------------------------ splitting into shares
+
+
+def _lines(items: Iterable[Item]) -> list[_Share]:
+    """List the matrices of each owner, costliest first."""
+    lines: dict[Ranks, _Share] = {}
+    for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
+        lines.setdefault(item.owners, []).append(item)
+    return list(lines.values())
+
+
+def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
+    """Split waves (buckets with matrices of all owners) into parts with different owners. The last wave gets `tail`
+    parts and the other waves get half as many, so that relays of results to other replicas begin early and the last
+    relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
+    found: list[_Share] = []
+    for wave in waves:
+        lines: dict[tuple[int, int], _Share] = {}  # by (replica, owner)
+        for item in wave:
+            one = prices[item.key]
+            lines.setdefault((one.replica, one.owner), []).append(item)
+        shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
+        dealt = Counter[int]()  # replica -> number of its owners assigned so far
+        for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
+            shares[dealt[at[0]] % len(shares)] += lines[at]
+            dealt[at[0]] += 1
+        found += filter(None, shares)
+    return found
+
+
+def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
+    """Split the matrices of all owners into as few shares (buckets) as possible, but at least `least` if there are
+    enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. Within these
+    limits, the work of each owner is spread evenly over the shares."""
+    needed = [_needed([item.numel for item in line], most) for line in lines]
+    num = max(least, *(of_line[0] for of_line in needed))
+    cut = [_cut(line, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
+    shares = [[item for part in parts for item in part] for parts in zip(*cut, strict=True)]
+    return [share for share in shares if share]
+
+
+def _needed(sizes: Sequence[int], most: int) -> list[int]:
+    """For each position in a list of matrix sizes, count how many shares of at most `most` elements the rest of the
+    list needs. The last entry, at the end of the list, is 0."""
+    found = [0] * (len(sizes) + 1)
+    end, filled = len(sizes), 0
+    for start in range(len(sizes) - 1, -1, -1):
+        filled += sizes[start]
+        while filled > most and end > start + 1:
+            end -= 1
+            filled -= sizes[end]
+        found[start] = 1 + found[end]
+    return found
+
+
+def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
+    """Split one owner's matrices, without changing their order, into `num` shares of about equal work, with as few
+    empty shares as possible."""
+    parts: list[_Share] = [[] for _ in range(num)]
+    left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
+    for place, item in enumerate(line):
+        behind = num - share - 1  # number of shares after the current share
+        if parts[share] and behind and needed[place] <= behind:
+            enough = work * (behind + 1) >= left
+            if enough or filled + item.numel > most or len(line) - place <= behind:
+                left, share, work, filled = left - work, share + 1, 0, 0
+        parts[share].append(item)
+        work += item.cost
+        filled += item.numel
+    return parts
+
+
+# ------------------------------------------------------------------------------------------------------- estimated time
+
+
+def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> dict[_Key, _Priced]:
+    layouts, found = {specs[item.param].layout for item in items}, dict[_Key, _Priced]()
+    spreads = {layout: _spread_of(layout, machine.per_node) for layout in layouts}
+    for item in items:
+        layout, owner = specs[item.param].layout, item.owners[0]
+        spread = spreads[layout]._replace(replicas=1, near=1) if len(item.owners) > 1 else spreads[layout]
+        batch = _products_of(min(item.rows, item.cols), item.how, item.cost, machine)
+        found[item.key] = _Priced(owner, layout.replica_of[owner], item.numel, *batch, spread)
+    return found
+
+
+def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
+    """Count the ranks of a layout in total and per node, with `per_node` ranks on a node. The first replica and the
+    ranks that store the first piece are taken as typical of the others."""
+    first = next(iter(layout.keepers.values()), layout.ranks[:1])
+    replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
+    on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
+    inside, near = (max(counts, default=1) for counts in on_nodes)
+    return _Spread(len(replica), inside, len(first), near)
+
+
+class _Spread(NamedTuple):
+    """Counts of the ranks that store the matrices of a layout.
+
+    Attributes:
+        holders: Number of ranks in one replica.
+        inside: Largest number of ranks of one replica on the same node.
+        replicas: Number of replicas.
+        near: Largest number of replicas on the same node.
+    """
+
+    holders: int
+    inside: int
+    replicas: int
+    near: int
+
+
+class _Priced(NamedTuple):
+    """Properties of a matrix on which the time to exchange and orthogonalize it depends.
+
+    Attributes:
+        owner, replica: Rank that orthogonalizes the matrix (the first, if each replica has one), and the index of this
+            rank's replica.
+        numel: Number of elements.
+        batch, ns: Number of equal matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
+            long as a full one.
+        spread: Counts of the ranks that store the matrix.
+    """
+
+    owner: int
+    replica: int
+    numel: int
+    batch: int
+    ns: int
+    spread: _Spread
+
+
+def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
+    """Estimate the batch size for matrices with this short side, and the nanoseconds to orthogonalize a batch. `how`:
+    text that names the compute dtype. `flops`: floating point operations for one matrix."""
+    words = how.split()
+    rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
+    size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
+    size = 1 << (size.bit_length() - 1)
+    # a batch is faster than one matrix but slower than a single product of the batch's total size: take the geometric
+    # mean of the shares of the peak that the two reach
+    share = isqrt(machine.share(short**3) * machine.share(size * short**3))
+    return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)
+
+
+class _Timed(NamedTuple):
+    """Times and memory of a bucket.
+
+    Attributes:
+        work: Times of the bucket's phases without orthogonalization, on the rank that orthogonalizes the fewest
+            elements.
+        computed: Rank that orthogonalizes matrices (owner) -> time of its matrix products and of the copies around
+            them.
+        taken: Largest number of elements that any rank holds in buffers: the matrices that it orthogonalizes, and the
+            results that it receives in the relay.
+    """
+
+    work: clock.BucketTimes
+    computed: Mapping[int, int]
+    taken: int
+
+
+def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
+    """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
+    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on: by replica, others: by owner
+    for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
+        computed[owner] += -(-count // size) * ns
+    sent = relayed = 0  # elements that each rank sends in the gather, and receives in the relay
+    for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
+        came[owner] += numel - numel // holders
+        kept[owner] += numel // holders
+        passed_on[replica] += numel * (replicas - 1) // holders
+        sent += numel // (holders * replicas)
+        relayed += (numel - numel // replicas) // holders
+    for owner, elements in came.items():
+        computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
+    most = max(one.spread for one in matrices)
+    if len(kept) >= most.holders * most.replicas:  # every rank owns a matrix and keeps its own part of it
+        sent -= min(sent, min(kept.values()))
+    gather = relay = None
+    copied = 0  # nanoseconds to copy into the relay's send buffer
+    if most.holders > 1:
+        gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
+    if most.replicas > 1:
+        replicas, near = max(one.spread[2:] for one in matrices)
+        size = itemsize * max(relayed, *passed_on.values())
+        relay, copied = _exchange_ns(size, replicas, near, machine), 2 * size * 1000 // machine.memory
+    held = 1 + kept.total()
+    idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
+
+    def passed(each: int, elements: int) -> int:  # nanoseconds: memory traffic and host
+        return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
+
+    work = clock.BucketTimes(
+        key=0,
+        pack=half + passed(_PACKS, sent),
+        gather=gather,
+        orthogonalize=0,
+        scatter=gather,
+        apply=half + passed(_APPLIES, held - idle) + copied,
+        fill=passed(_PACKS, own) + passed(_FILLS, idle),
+        relay=relay,
+        finish=0 if relay is None else half + passed(_APPLIES, idle),
+    )
+    return _Timed(work, computed, max(came[owner] + kept[owner] for owner in kept) + relayed)
+
+
+def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
+    """Estimate the nanoseconds of an exchange in which each rank sends `size` bytes, divided evenly among `ranks`
+    ranks, of which `inside` are on the same node."""
+    others = max(1, ranks - 1)
+    near, far = size * (inside - 1) // others, size * (ranks - inside) // others
+    latency = (machine.across if ranks > inside else machine.inside) + machine.peer * (ranks - 1)
+    return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
+
+
+def _step_ns(buckets: Sequence[_Timed]) -> int:
+    """Estimate the nanoseconds of a step with these buckets, in this order: see [Note: the price of buckets]."""
+    slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
+    ranks = [
+        [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]
+        for rank in dict.fromkeys(slowest)
+    ]
+    return int(max(course.end for course in clock.run(ranks, 0, [0] * len(ranks), 0.5)))
