@@ -21,6 +21,7 @@ from shardmuon.layout.mesh import at_dim
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
+from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
@@ -29,7 +30,6 @@ from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound, Kernel, run_owners
-from shardmuon.step.options import settings_of
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
 from shardmuon.step.update import Kind, Rounding, Work
 from shardmuon.variants import Stage, Stages
@@ -216,7 +216,7 @@ def planned(
         def kept_of(stage: Stage) -> ParamLayout:
             return kept_layout(layout, [stage.num_kept(*size) for size in sizes])
 
-        return make_spec(f"p{number}", layout, settings_of(group), CPU, how, number in wide, kept_of)
+        return make_spec(f"p{number}", layout, Settings.of(group), CPU, how, number in wide, kept_of)
 
     pairs = zip(layouts, groups, strict=True)
     return make_plan([spec_of(number, *pair) for number, pair in enumerate(pairs)], policy)
@@ -279,7 +279,7 @@ class SimulatedRanks:
         """One step of all ranks."""
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        said = [settings_of(group) for group in groups]
+        said = [Settings.of(group) for group in groups]
         settings = [said[said.index(one)] for one in said]  # one object for equal ones: they are stepped in one call
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}

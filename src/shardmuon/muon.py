@@ -39,10 +39,15 @@ from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
+    Group,
     MuonConfig,
+    OptionsReader,
+    Settings,
     check_hyperparameters,
+    complete,
     given_lr,
-    options_text,
+    loaded_over,
+    new_group,
     refuse_sets,
     unknown_keyword,
 )
@@ -65,7 +70,6 @@ from shardmuon.step.binding import (
 )
 from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
-from shardmuon.step.options import Group, OptionsReader, Settings, as_group, check_param_group, complete, fill_up
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
 from shardmuon.variants import WEIGHT_NORMS
@@ -605,7 +609,7 @@ class Muon(Core, Optimizer):
 
     def __repr__(self) -> str:
         """Format the optimizer's non-default options and the options of each group."""
-        return f"Muon (\n{options_text(self.config, self.param_groups)}\n)"
+        return f"Muon (\n{self.config.text_with(self.param_groups)}\n)"
 
     def prepare(self) -> Plan:
         """Make the plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -642,13 +646,9 @@ class Muon(Core, Optimizer):
             ValueError: An option or a parameter does not fit; the optimizer is unchanged.
             TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer dtype.
         """
-        group = as_group(param_group)
-        given = [key for key in param_group if key != "params"]
         for host in self.hosts:
             host.adding()
-        complete(group, self.defaults)
-        check_param_group(self.param_groups, group, given, self.defaults)
-        super().add_param_group(group)
+        super().add_param_group(new_group(self.param_groups, param_group, self.defaults))
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         names = [name_of(made, index, position) for position in range(len(made["params"]))]
         for host in self.hosts:
@@ -708,7 +708,9 @@ class Muon(Core, Optimizer):
         optimizer's values."""
         mine = self.__dict__.get("param_groups", [])  # empty while unpickling
         super().__setstate__(state)
-        fill_up(self.param_groups, mine, self.defaults)
+        for index, group in enumerate(self.param_groups):
+            group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
+            complete(group, self.defaults)
         self.broken = state.get("broken")  # loading a state dict clears this, copying the optimizer does not
         if "hosts" not in self.__dict__:  # this is a copy: plan, process groups and hosts stay with the original
             self.process_group = None

@@ -36,11 +36,11 @@ from shardmuon.layout.engines.base import NONE, named_params
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER
+from shardmuon.options import Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.items import Item
 from shardmuon.step.binding import Binding, chooser_of, fingerprint, listed_of
-from shardmuon.step.options import settings_of
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
@@ -189,7 +189,7 @@ class StepAudit:
         yield "weights", layout, engine.storage(one.param)
         yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded, if 8-bit
         yield "gradient", layout, self._proposal.grads[number]  # redistributed, if the step needs that
-        stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
+        stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
@@ -270,7 +270,7 @@ class StepAudit:
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
         return Arithmetic(
-            settings=settings_of(one.group),
+            settings=Settings.of(one.group),
             choice=choice,
             products=choice.dtype or default_dtype(choice.method, device or param.device),
             wire=_WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],

@@ -31,12 +31,11 @@ from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import MatrixView, kept_view
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, MuonConfig
+from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader
 from shardmuon.plan.items import Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 from shardmuon.step.binding import check_blocks, make_spec
-from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")

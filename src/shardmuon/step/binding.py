@@ -26,7 +26,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, kept_layout
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK, GAMMA, mix_
-from shardmuon.options import MuonConfig
+from shardmuon.options import Group, MuonConfig, Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser, Task, is_narrow, work
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
@@ -35,7 +35,6 @@ from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import machine_of
 from shardmuon.step.bucket import Bound, Buckets
-from shardmuon.step.options import Group, Settings
 from shardmuon.step.stages import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
 

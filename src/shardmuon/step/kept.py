@@ -128,16 +128,6 @@ def with_carried(
     return found
 
 
-def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a saved group's options (`theirs`) over those of the optimizer's group (`mine`). If the saved group has no
-    variant, the optimizer's variant stays: missing stage state then raises an error, instead of the variant being
-    dropped silently."""
-    group = {**mine, **theirs}
-    if mine.get("variant") is not None and group["variant"] is None:
-        group["variant"] = mine["variant"]
-    return group
-
-
 def check_carried(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise ValueError if a parameter's momentum was loaded without the state of its group's variant."""
     for stage in keeping(stages_of(group)):

@@ -33,10 +33,9 @@ from shardmuon._torch import (
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView, row_major
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
-from shardmuon.options import lr_scale
+from shardmuon.options import Settings, lr_scale
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
-from shardmuon.step.options import Settings
 
 Kind = tuple[object, ...]
 Stored = Sequence[Sequence[Tensor]]  # for each parameter, the fp32 state tensors of its variant's stages on this rank

@@ -26,10 +26,10 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_o
 from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
+from shardmuon.options import Group, Settings
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, Settings
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, keeping
 

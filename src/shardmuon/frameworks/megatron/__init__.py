@@ -25,7 +25,7 @@ from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.shards import WholeHost, check_shards, distributed_optimizer
 from shardmuon.muon import Muon
-from shardmuon.options import STORED, MuonConfig
+from shardmuon.options import MuonConfig
 from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
 from shardmuon.routing.roles import find_places
 
@@ -138,7 +138,7 @@ def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any])
     refused = next((key for key in _NOT_DISTRIBUTED if wanted and getattr(config, key, False)), None)
     if refused is not None:
         raise ValueError(f"{refused}=True does not go with shardmuon. Set it to False in OptimizerConfig")
-    stored = MuonConfig(**{key: options[key] for key in STORED if key in options}).stored()
+    stored = MuonConfig(**{key: options[key] for key in MuonConfig.STORED if key in options}).stored()
     if wanted and stored:
         raise ValueError(
             f"{stored}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave it out"

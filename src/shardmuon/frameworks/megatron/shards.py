@@ -42,7 +42,8 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
-from shardmuon.step.kept import carry, carry_by_position, check_carried, loaded_over, take_carried
+from shardmuon.options import loaded_over
+from shardmuon.step.kept import carry, carry_by_position, check_carried, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 _KeptByName = dict[str, dict[str, Tensor]]  # parameter name -> state key -> tensor
