@@ -29,9 +29,9 @@ from shardmuon.plan.program import make_program
 from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
-from shardmuon.step.bucket import Bound, Kernel, run_owners
+from shardmuon.step.bucket import Bound
 from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
-from shardmuon.step.update import Kind, Rounding, Work
+from shardmuon.step.update import Rounding, Work
 from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
@@ -241,7 +241,7 @@ def group_of(**options: Any) -> dict[str, Any]:
     return group
 
 
-def kinds_of(work: Work) -> list[Kind]:
+def kinds_of(work: Work) -> list[tuple[object, ...]]:
     """`Work.kinds` as validation gives them."""
     tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
@@ -304,11 +304,8 @@ class SimulatedRanks:
             programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
-                run_owners(
-                    Bound(self.plan, program, self._shapes(rank)),
-                    self._work[rank],
-                    Kernel(self._device),
-                    partial(exchange.start, rank),
+                Bound(self.plan, program, self._shapes(rank), ns_device=self._device).run(
+                    self._work[rank], None, partial(exchange.start, rank)
                 )
                 for rank, program in programs.items()
             ]

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 from shardmuon import Muon, param_groups
 from shardmuon.host import Host
 from shardmuon.options import _LR_SCALES, CONFIG_OPTIONS, ONLY_MUON
-from shardmuon.step.update import decay_agreeing_
+from shardmuon.step.update import _decay_agreeing_
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
 LIKE_TORCH: dict[str, Any] = {"method": "torch"}
@@ -283,7 +283,7 @@ def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: flo
     pairs = torch.cartesian_prod(special, special).T  # each weight with each agreement
     weight, agreement = (torch.cat([part, ordinary.roll(i)]).to(dtype) for i, part in enumerate(pairs))
     expected = torch.where(agreement > 0, weight * factor, weight)
-    decay_agreeing_(weight, agreement, factor)
+    _decay_agreeing_(weight, agreement, factor)
     assert_bitwise(weight, expected)
 
 

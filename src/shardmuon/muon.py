@@ -68,7 +68,6 @@ from shardmuon.step.binding import (
     number_bits,
     stamp_of,
 )
-from shardmuon.step.bucket import Kernel, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
@@ -185,8 +184,7 @@ class Core:
         if on_weights:
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
-        kernel = Kernel(binding.ns_device, self.watch)
-        run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
+        binding.buckets_without(missing).run(proposal, self.watch, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
         if self.watch.seen:

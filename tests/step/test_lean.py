@@ -23,7 +23,7 @@ from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.items import Policy
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound, Kernel, run_owners
+from shardmuon.step.bucket import Bound
 from shardmuon.step.update import Work
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -135,7 +135,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
         return Pending(SimpleNamespace(wait=lambda: None), torch.zeros(sum(came)), send)
 
     def step() -> None:
-        for _ in run_owners(bound, work, Kernel(), exchange):
+        for _ in bound.run(work, None, exchange):
             pass
 
     step()

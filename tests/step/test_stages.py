@@ -32,7 +32,7 @@ from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
-from shardmuon.step.batch import BatchStages
+from shardmuon.step.bucket import _BatchStages
 from shardmuon.step.stages import weight_sets
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
@@ -110,9 +110,9 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
     x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
-    staged = BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
+    staged = _BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
     assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert BatchStages((), [], x).may_take(half, other)
+    assert _BatchStages((), [], x).may_take(half, other)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:

@@ -133,7 +133,7 @@ def _buckets(
     found = []
     for bucket, home in buckets:
         device = wire_device(home, ns_device, bucket.ranks if bucket.exchange else (rank,))
-        found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device))
+        found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device, ns_device))
     return Buckets(found)
 
 
