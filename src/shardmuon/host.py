@@ -21,13 +21,6 @@ from shardmuon.plan.plan import Plan
 Stepped = Any  # stands for `shardmuon.muon.Core`, since importing it here would be circular
 
 
-class Progress:
-    """Progress of a step. `changing` is True once all ranks have agreed to the step: from then on, weights and state
-    may be half updated."""
-
-    changing = False
-
-
 class Weight(NamedTuple):
     """A weight of the model and the tensor that the optimizer updates for it.
 
@@ -99,12 +92,12 @@ class Host:
         """
         return None
 
-    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, fault: Fault) -> None:
         """Take a step while this host is active.
 
         Args:
-            core: The optimizer.
-            progress: Progress of the step, updated in place.
+            core: The optimizer. A host that changes weights or state otherwise than by `take_step` first sets its
+                `changing` to True.
             fault: This rank's error so far, if it has one.
         """
         raise NotImplementedError

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,11 @@ from shardmuon.checkpoint.state import drop_others, init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.lanes import close_lane
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, Verdict, agree, current_world, in_order, renewed
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.first_step import warned_first
-from shardmuon.host import Host, Hosts, Progress, creates_state_only
+from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
+from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
+from shardmuon.layout.engines.fsdp1 import is_flattened
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
@@ -100,6 +101,7 @@ class Core:
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
+    changing = False  # True once all ranks have agreed to a step: from then on, weights and state may be half updated
     in_step = False  # True during a step: `state_dict`, which a signal handler may call, then raises
 
     def __init__(
@@ -146,25 +148,25 @@ class Core:
         Raises:
             Refused: Some rank has an error. Raised on every rank, before anything has changed.
         """
-        with self._remembering() as progress:
+        with self._remembering():
             call = StepCall(self, fault)
             binding, verdict = agree(call, fault)
-            progress.changing = True
+            self.changing = True
             report = self._carry_out(binding, call.proposal, verdict)
         if report is not None:
             self.audits.deliver(report)
 
     @contextmanager
-    def _remembering(self) -> Iterator[Progress]:
+    def _remembering(self) -> Iterator[None]:
         """Record an error raised inside the `with` block, so that later steps are refused. `Refused` is not recorded:
         all ranks raise it, before anything has changed."""
-        progress = Progress()
+        self.changing = False
         try:
-            yield progress
+            yield
         except Refused:
             raise
         except BaseException as error:
-            self._note(error, progress.changing)
+            self._note(error)
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
@@ -227,7 +229,7 @@ class Core:
         self.audits.num_audits += self.audits.due > 0
         return audit
 
-    def _note(self, error: BaseException, changing: bool) -> None:
+    def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step after its first change or while other ranks were waiting, so that
         further steps are refused."""
         if isinstance(error, AuditError):  # raised when a framework's step has updated only some of the groups
@@ -237,12 +239,12 @@ class Core:
             return
         component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
-        if changing or not alone:
+        if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
             if isinstance(error, ExchangeError):  # the error's message already has the consequences and the remedy
                 self.broken = str(error)
-        if changing and len(component) > 1:
+        if self.changing and len(component) > 1:
             close_lane(component)  # ranks that are waiting for this rank then fail at once
 
     def last_voters(self) -> Ranks | None:
@@ -392,6 +394,21 @@ class StepCall(TableCall[Binding]):
             group_for(ranks, known)
         number_bits(kept, everyone)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
+
+
+def _trained(groups: Sequence[Group]) -> bool:
+    """Return True if some parameter had a gradient in a step; warn if none had. Later steps then need no check."""
+    params = [p for group in groups for p in group["params"]]
+    if any(p.grad is not None for p in params):
+        return True
+    if any(p.numel() > 0 or not is_flattened(p) for p in params):  # one of FSDP1 may have no elements on this rank
+        warnings.warn(
+            "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
+            "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
+            "FSDP() or whatever else replaced them",
+            stacklevel=level_of_the_caller(),
+        )
+    return False
 
 
 _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
@@ -588,11 +605,11 @@ class Muon(Core, Optimizer):
             if instead is not None:
                 instead()
             elif host is not None:
-                with self._remembering() as progress:
-                    host.step(self, progress, fault)
+                with self._remembering():
+                    host.step(self, fault)
             else:
                 self.take_step(fault)
-                self.has_trained = self.has_trained or warned_first(self, self.param_groups)
+                self.has_trained = self.has_trained or _trained(self.param_groups)
         except Refused as refused:
             error = refused.public()
             raise error from error.__cause__

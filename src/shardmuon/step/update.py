@@ -316,8 +316,8 @@ def momentum_(
     """Update the momentum by B <- B + (1 - momentum) (G - B). With Nesterov momentum, write G + momentum (B - G) to
     `out`, else B. The same as in torch.optim.Muon.
 
-    On a CPU, this takes no temporaries if `out` has the momentum's dtype. Accelerators use a temporary, because they process a list of tensors in one launch only if all tensors are dense,
-    and tiles of a batch may have gaps.
+    On a CPU, this takes no temporaries if `out` has the momentum's dtype. Accelerators use a temporary, because
+    they process a list of tensors in one launch only if all tensors are dense, and tiles of a batch may have gaps.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype

@@ -49,7 +49,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     swapped_numel,
     zero3_of,
 )
-from shardmuon.host import Host, Progress, Stepped, Weight, caller
+from shardmuon.host import Host, Stepped, Weight, caller
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Core
 from shardmuon.options import check_hyperparameters
@@ -260,7 +260,7 @@ class DeepSpeedHost(Host):
         stage is recognized by its first call of `step`, which only creates state, with zero gradients."""
         return refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
-    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, fault: Fault) -> None:
         """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
         try:
             # a training step begins: see [Note: one vote before the first call]
@@ -268,7 +268,7 @@ class DeepSpeedHost(Host):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
                 self._unchecked = False
-            progress.changing = True
+            core.changing = True
             if fault.cause is not None:
                 raise fault.cause
             self._step_flats(core)

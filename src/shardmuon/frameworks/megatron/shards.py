@@ -37,7 +37,7 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import about
-from shardmuon.host import Host, Progress, Stepped, Weight, caller
+from shardmuon.host import Host, Stepped, Weight, caller
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
@@ -158,7 +158,7 @@ class _ShardHost(_Unfinished):
         checkpoints save only Adam's kinds of state."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
-    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):
