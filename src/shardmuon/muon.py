@@ -58,17 +58,7 @@ from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
-from shardmuon.step.binding import (
-    Binding,
-    bound,
-    chooser_of,
-    counts_of_lacking,
-    fingerprint,
-    groups_of_params,
-    listed_of,
-    number_bits,
-    stamp_of,
-)
+from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.kept import Settled
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
 from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
@@ -182,7 +172,7 @@ class Core:
         missing = frozenset[int]()  # indices of parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
-        on_weights = frozenset(binding.on_weights) - missing
+        on_weights = binding.on_weights - missing
         if on_weights:
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
@@ -369,30 +359,26 @@ class StepCall(TableCall[Binding]):
     def listed(self) -> list[Listed]:
         core = self._core
         self.options = core.options.read(core.param_groups)
-        self._chooser = chooser_of(core.param_groups, core.config)
-        listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._chooser)
-        self.stamp = stamp_of(self._chooser, listed[0].param.device if listed else torch.device("cpu"))
-        self._refs = groups_of_params(listed)
-        self.groups = {ranks: ref.group_name for ranks, ref in self._refs.items()}
-        self.fingerprint = fingerprint
-        return listed
+        self._offer = Offer(core.param_groups, self.options, core.config, core.keeper)
+        self.groups = {ranks: ref.group_name for ranks, ref in self._offer.refs.items()}
+        self.stamp, self.fingerprint = self._offer.stamp, fingerprint
+        return self._offer.listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
         # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of
         # parameters whose gradients some of them may lack
-        core = self._core
-        made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
-        sets = made.weight_sets(frozenset(made.on_weights))
+        made = self._offer.bind(my_rank(), table)
+        sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
-        self._groups = {r: self._refs[r].live() if r in table.groups else None for r in needed}
-        return made, counts_of_lacking(table)
+        self._groups = {r: self._offer.refs[r].live() if r in table.groups else None for r in needed}
+        return made, made.num_lacking
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
         # process groups are created before the first exchange: creation is collective, and a rank that already waits
         # for tensors could not take part
         for ranks, known in self._groups.items():
             group_for(ranks, known)
-        number_bits(kept, everyone)
+        kept.number_bits(everyone)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
 
 

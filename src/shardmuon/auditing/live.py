@@ -40,7 +40,7 @@ from shardmuon.options import Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.items import Item
-from shardmuon.step.binding import Binding, chooser_of, fingerprint, listed_of
+from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
@@ -166,8 +166,8 @@ class StepAudit:
                 in this step.
         """
         core, component = self._optimizer, self._binding.component
-        options, chooser = core.options.read(core.param_groups), chooser_of(core.param_groups, core.config)
-        listed = listed_of(core.param_groups, options, core.config, core.keeper, chooser)
+        options = core.options.read(core.param_groups)
+        listed = Offer(core.param_groups, options, core.config, core.keeper).listed
         ties = [one.ties for one in describe(listed)]
         known = [one for one in ties if {*one.parts, *one.mates} <= {*component}]
         if not len(known) == len(listed) == len(self._binding.members):

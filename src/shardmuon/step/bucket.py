@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.comm.groups import Pending, Traffic, group_for, start
+from shardmuon.comm.groups import Pending, Traffic, group_for, start, wire_device
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import default_dtype, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.gram import FiniteWatch
+from shardmuon.plan.items import Bucket
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Copy, KeptLoad, Program, Wire
+from shardmuon.plan.program import Copy, KeptLoad, Program, Wire, make_program
 from shardmuon.plan.turns import turns
 from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
@@ -148,16 +149,36 @@ class Bound:
 class Buckets:
     """This rank's buckets for a step in which certain parameters have gradients. Cached between steps.
 
+    Args:
+        plan: The plan.
+        rank: This rank.
+        shapes: Shape of this rank's local storage of each parameter.
+        buckets: This rank's buckets of the plan, each with the device of its parameters.
+        ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
+        missing: Parameters without a gradient.
+
     Attributes:
-        bounds: The buckets, in the plan's order.
+        bounds: The buckets without these parameters, in the plan's order.
         order: The order of the buckets' operations, see `shardmuon.plan.turns.turns`.
         moves: True if anything is exchanged, so that other ranks may wait for this rank.
     """
 
-    def __init__(self, bounds: list[Bound]) -> None:
-        relays = [bound.program.relay is not None for bound in bounds]
-        self.bounds, self.moves = bounds, any(bound.moves for bound in bounds)
-        self.order = list(turns(relays, [bound.program.bucket.ranks for bound in bounds]))
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        shapes: Sequence[Ints],
+        buckets: Sequence[tuple[Bucket, torch.device]],
+        ns_device: torch.device | None,
+        missing: frozenset[int],
+    ) -> None:
+        self.bounds: list[Bound] = []
+        for bucket, home in buckets:
+            device = wire_device(home, ns_device, bucket.ranks if bucket.exchange else (rank,))
+            self.bounds.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device, ns_device))
+        self.moves = any(bound.moves for bound in self.bounds)
+        relays = [bound.program.relay is not None for bound in self.bounds]
+        self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
 
     def run(self, work: Work, watch: FiniteWatch, traffic: Traffic) -> None:
         """Run all buckets of a step, by turns. Collective among the ranks of each bucket.
