@@ -16,7 +16,7 @@ import itertools
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
@@ -59,9 +59,8 @@ from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
-from shardmuon.step.kept import Settled
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
-from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
+from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, validate
 from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class Core:
         self.options = OptionsReader()
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
-        self.settled: Settled = WeakIdKeyDictionary()
+        self.settled: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self.hosts, self.has_trained = Hosts(), False
 
     def unlike_model(self) -> Sequence[str]:
@@ -336,11 +335,11 @@ class StepCall(TableCall[Binding]):
             self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
-        digests = digests_of(kept, self.proposal, self._due) if len(kept.component) > 1 else None
+        digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
         return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
-        return lines_of(kept, self.proposal, ranks, self._due)
+        return self.proposal.lines(kept, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
         return difference(ranks, everyone)

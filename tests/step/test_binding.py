@@ -58,13 +58,10 @@ def test_a_group_that_was_set_later_is_copied(given: tuple[int, ...] | None) -> 
 def test_gradients_that_ranks_may_lack_have_bits_of_their_own_and_the_same_on_every_rank() -> None:
     sets: tuple[tuple[int, ...], ...] = (0, 1), (0, 1, 2)
     of_two, of_three = sets
-    layouts = {ranks: SimpleNamespace(ranks=ranks, pieces={0: ("some",), 1: (), 2: ()}) for ranks in sets}
 
     def bits_of(sets: dict[tuple[int, ...], tuple[int, ...]]) -> tuple[dict[int, int], int]:
-        found = [layouts[ranks] for ranks, numbers in sets.items() for _ in numbers]
-        binding: Any = SimpleNamespace(
-            table=SimpleNamespace(sets=sets), lacking={*range(len(found))}, bits={}, num_bits=0
-        )
+        lacking = {number for numbers in sets.values() for number in numbers}
+        binding: Any = SimpleNamespace(table=SimpleNamespace(sets=sets), lacking=lacking, bits={}, num_bits=0)
         Binding.number_bits(binding, [{of_two: 2, of_three: 1}, {of_two: 2, of_three: 1}, {of_three: 1}])
         return binding.bits, binding.num_bits
 

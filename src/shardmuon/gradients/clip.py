@@ -42,7 +42,7 @@ from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 from shardmuon.options import SETS, refuse_sets
-from shardmuon.step.validate import check_can_align, gradient_storage
+from shardmuon.step.validate import gradient_storage
 
 
 @torch.no_grad()
@@ -327,12 +327,9 @@ class _Clipping(TableCall[_BoundGradients]):
         param, engine = self.params[number].param, kept.engines[number]
         if param.grad is None:
             return
-        weight = engine.storage(param)
-        local = gradient_storage(param, param.grad, engine, weight)
+        local = gradient_storage(param, param.grad, engine, engine.storage(param))
         self.states[number] = MISPLACED if local is None else READY
-        if local is None:
-            check_can_align(param, weight)
-        elif local.numel():
+        if local is not None and local.numel():
             self.held[number] = local
 
     def _count(self, kept: _BoundGradients) -> _Counted:
