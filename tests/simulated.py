@@ -30,7 +30,7 @@ from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound
-from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
+from shardmuon.step.stages import WeightSet, ZeroWatch
 from shardmuon.step.update import Rounding, Work
 from shardmuon.variants import Stage, Stages
 
@@ -325,7 +325,7 @@ class SimulatedRanks:
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
-            for one in weight_sets(self.plan, mine, rank, self._shapes(rank)):
+            for one in WeightSet.of_rank(self.plan, mine, rank, self._shapes(rank)):
                 found.setdefault(one.ranks, {})[rank] = one
         assert all(tuple(sorted(of_set)) == ranks for ranks, of_set in found.items())
         return list(found.values())

@@ -134,13 +134,6 @@ def register(host: type[Host]) -> None:
     _HOSTS.insert(0, host)
 
 
-def clipped_by_host(params: Iterable[Tensor]) -> str | None:
-    """Return an error text if some framework clips the gradients of these parameters itself, so that the user must not;
-    else None."""
-    listed = list(params)
-    return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
-
-
 class Hosts(list[Host]):
     """The hosts of one optimizer, in order of precedence."""
 
@@ -153,6 +146,13 @@ class Hosts(list[Host]):
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)
+
+    @staticmethod
+    def clipped(params: Iterable[Tensor]) -> str | None:
+        """Return an error text if some framework clips the gradients of these parameters itself, so that the user must
+        not; else None."""
+        listed = list(params)
+        return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
 
 def caller(name: str, *packages: str) -> FrameType | None:

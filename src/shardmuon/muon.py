@@ -60,7 +60,7 @@ from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
-from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, validate
+from shardmuon.step.validate import Memory, Proposal, difference, validate
 from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
@@ -338,10 +338,10 @@ class StepCall(TableCall[Binding]):
         digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
         return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
-    def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
+    def lines(self, kept: Binding, ranks: Ranks) -> list[Any]:
         return self.proposal.lines(kept, ranks, self._due)
 
-    def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
+    def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         return difference(ranks, everyone)
 
     # -------------------------------------------------------------------------------------------------- a new plan

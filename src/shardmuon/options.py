@@ -28,7 +28,7 @@ from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.gram import check_gram_dtype
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
-from shardmuon.texts import did_you_mean, nearest
+from shardmuon.texts import did_you_mean
 from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
@@ -260,9 +260,9 @@ def _check_keys(where: str, given: Iterable[str]) -> None:
             continue
         if key in ELSEWHERE:
             raise ValueError(f"{where}{key} {ELSEWHERE[key]}")
-        near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
-        if near is not None:
-            raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
+        near = did_you_mean(key, GROUP_OPTIONS, cutoff=0.8)
+        if near:
+            raise ValueError(f"{where}there is no option {key!r}{near}")
 
 
 def unknown_keyword(key: str) -> TypeError:
@@ -289,16 +289,13 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     return lr
 
 
-SETS = (set, frozenset, WeakSet)  # each process may iterate over their elements in another order
-
-
 def refuse_sets(where: str, given: object, write: str) -> None:
     """Raise TypeError if parameters are given in a set. The message starts with `where` and suggests `write` instead.
 
     Ranks match parameters by position, but the order of a set differs between processes, so that shards of different
     matrices would be combined.
     """
-    if isinstance(given, SETS):
+    if isinstance(given, (set, frozenset, WeakSet)):
         raise TypeError(
             f"{where} must come in an order that all ranks share, and a {type(given).__name__} has another one in each "
             f"process: give {write}, not a set"

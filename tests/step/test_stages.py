@@ -33,7 +33,7 @@ from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
 from shardmuon.step.bucket import _BatchStages
-from shardmuon.step.stages import weight_sets
+from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
 
@@ -155,12 +155,12 @@ def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
     stages = {i: stages_of(group) for i in (5, 4, 3, 2, 1, 0)}
     stages[2] = stages_of({"variant": "normuon"})
     plan = make_plan(specs, Policy())
-    assert [one.ranks for one in weight_sets(plan, {i: stages[i] for i in (5, 4, 0, 2)}, 0, [()] * 6)] == [
+    assert [one.ranks for one in WeightSet.of_rank(plan, {i: stages[i] for i in (5, 4, 0, 2)}, 0, [()] * 6)] == [
         (0, 1),
         (0, 1, 2, 3),
         (0, 1, 2, 3),
     ]
-    assert [one.ranks for one in weight_sets(plan, {i: stages[i] for i in (3, 0)}, 2, [()] * 6)] == [
+    assert [one.ranks for one in WeightSet.of_rank(plan, {i: stages[i] for i in (3, 0)}, 2, [()] * 6)] == [
         (2,),
         (0, 1, 2, 3),
     ]

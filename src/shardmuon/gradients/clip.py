@@ -34,14 +34,14 @@ from shardmuon.comm.groups import Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, agree, digest_of, gather
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, about, fault_text, made_public
 from shardmuon.gradients.norms import by_kind, combine, norm_of
-from shardmuon.host import Hosts, clipped_by_host
+from shardmuon.host import Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, is_own, names_of
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.options import SETS, refuse_sets
+from shardmuon.options import refuse_sets
 from shardmuon.step.validate import gradient_storage
 
 
@@ -83,8 +83,8 @@ def clip_grad_norm_(
             gradients are set to None, so that no rank takes a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if isinstance(parameters, SETS):  # checked before any communication, so that no rank waits
-        refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
+    # checked before any communication, so that no rank waits
+    refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # an iterator can be read only once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
@@ -97,7 +97,7 @@ def clip_grad_norm_(
     with fault:
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
-        refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
+        refused = Hosts.clipped(one.param for one in listed) if host is None else host.clipping
     if refused is not None:  # every rank raises this: a framework owns the gradients and clips them itself
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")

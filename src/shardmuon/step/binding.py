@@ -34,7 +34,7 @@ from shardmuon.plan.items import Kept, Policy, Spec
 from shardmuon.plan.plan import Plan, make_plan
 from shardmuon.price.machines import machine_of
 from shardmuon.step.bucket import Buckets
-from shardmuon.step.stages import weight_sets
+from shardmuon.step.stages import WeightSet
 from shardmuon.variants import Stage, WeightStage, keeping
 
 
@@ -132,7 +132,7 @@ class Binding(Agreed):
         # with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(
-            lambda numbers: weight_sets(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
+            lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
         )
 
     @property

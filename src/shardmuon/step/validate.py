@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -34,7 +35,7 @@ from shardmuon.step.kept import KEPT_DTYPE, start_kept
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-ProposalLine = tuple[str, str, str]  # parameter name, state of its gradient, dtypes and options
+_Line = tuple[str, str, str]  # parameter name, state of its gradient, dtypes and options
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -83,7 +84,7 @@ class Proposal(Work):
                 found[ranks] = digest_of((binding.digests.get(ranks), due, runs))
         return found
 
-    def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[ProposalLine]:
+    def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
         """Return as text what `digests` summarizes for a set of ranks: one line for the plan, then one line per
         parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
@@ -326,7 +327,7 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ comparison between ranks
 
 
-def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
+def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
     """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
     `Proposal.lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
     told = [lines for lines in everyone if lines is not None]
@@ -409,13 +410,18 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
-    try:
-        aligned = engine.is_aligned(buffer, param)
-    except ValueError:
-        raise _unlike(buffer, key, weight) from None
-    stored = engine.storage(buffer)
-    if not aligned or not same_storage(stored.shape, weight.shape):
-        raise _unlike(buffer, key, weight)
+    stored: Tensor | None = None
+    with suppress(ValueError):
+        if engine.is_aligned(buffer, param):
+            stored = engine.storage(buffer)
+    if stored is None or not same_storage(stored.shape, weight.shape):
+        found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+        if is_dtensor(buffer):
+            found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+        raise ValueError(
+            f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made for another "
+            "layout. Load it through torch.distributed.checkpoint, which reshards it"
+        )
     if stored.layout is not torch.strided or stored.is_complex() or stored.is_meta != weight.is_meta:
         raise ValueError(
             f"its {key} is {stored.layout}, {stored.dtype} on {stored.device}, and must be strided, real and not "
@@ -423,14 +429,3 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
         )
     _check_writable(key, stored)
     return stored
-
-
-def _unlike(buffer: Tensor, key: str, weight: Tensor) -> ValueError:
-    """Error for a state tensor whose layout differs from the parameter's."""
-    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
-    if is_dtensor(buffer):
-        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
-    return ValueError(
-        f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made "
-        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
-    )
