@@ -502,8 +502,8 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (
         lambda: {"params": [("w", torch.zeros(4, 4, dtype=torch.complex64))]},
-        ValueError,
-        "w: complex parameters (torch.complex64) are not supported",
+        TypeError,
+        "w: dtype torch.complex64 cannot be optimized; parameters must be real",
     ),
     (
         lambda: {"params": [("w", torch.zeros(4, 4, dtype=torch.int64))]},

@@ -102,7 +102,7 @@ class Core:
         traffic: Traffic | None = None,
     ) -> None:
         self.config = config
-        self.keeper = keeper or config.keeper()
+        self.keeper = keeper or Keeper(config.momentum_dtype, config.momentum_device, config.stochastic_rounding)
         self.audits = audits or AuditSchedule(config.audit_every)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
@@ -308,20 +308,20 @@ class StepCall(TableCall[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        members = iter(kept.members)
-        if len(kept.planned) != len(groups):
+        if kept.planned != ["" if settings is None else settings.planned for settings in self.options]:
             return False
-        for number, (group, settings) in enumerate(zip(groups, self.options, strict=True)):
-            if kept.planned[number] != ("" if settings is None else settings.planned):
+        found = [  # frameworks may replace parameters at any time; `Offer` selects the same ones
+            (p, number)
+            for number, settings in enumerate(self.options)
+            for p in (() if settings is None else groups[number]["params"])
+            if p.requires_grad or p.grad is not None
+        ]
+        if len(found) != len(kept.members):
+            return False
+        for (p, number), member in zip(found, kept.members, strict=True):
+            if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
                 return False
-            for p in () if settings is None else group["params"]:  # frameworks may replace parameters at any time
-                if p.requires_grad or p.grad is not None:  # `listed_of` selects the same parameters
-                    member = next(members, None)
-                    if member is None or member.param is not p or member.group != number:
-                        return False
-                    if member.engine.signature(p) != member.signature:
-                        return False  # the parameter's layout has changed
-        return next(members, None) is None
+        return True
 
     def read(self, kept: Binding) -> Ballot:
         core, audits, flags = self._core, self._core.audits, Flag.NONE
@@ -472,7 +472,7 @@ class Muon(Core, Optimizer):
         ValueError: An option or a parameter does not fit. The message has its name, what was found and what to write.
             `step()` raises on every rank of a group or on none, before anything has changed.
         TypeError: A keyword is unknown (the message says what to write), parameters are in a set, whose order differs
-            between ranks, or a parameter is not a tensor or has an integer dtype.
+            between ranks, or a parameter is not a tensor or has an integer or complex dtype.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -644,7 +644,7 @@ class Muon(Core, Optimizer):
 
         Raises:
             ValueError: An option or a parameter does not fit; the optimizer is unchanged.
-            TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer dtype.
+            TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer or complex dtype.
         """
         for host in self.hosts:
             host.adding()

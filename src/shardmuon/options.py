@@ -23,7 +23,7 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.momentum.keeper import Keeper, MomentumDtype
+from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.gram import check_gram_dtype
@@ -153,10 +153,6 @@ class MuonConfig:
     def chooser(self) -> Chooser:
         """Create the object that chooses how to orthogonalize each matrix."""
         return Chooser(self.method, self.ns_dtype)
-
-    def keeper(self) -> Keeper:
-        """Create the object that stores momentum."""
-        return Keeper(self.momentum_dtype, self.momentum_device, self.stochastic_rounding)
 
     def text(self) -> str:
         """Format the options that must be equal on all ranks (all except `momentum_device`), without defaults."""
@@ -464,7 +460,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
         defaults: The optimizer's defaults.
 
     Raises:
-        TypeError: The group is not a dict, its parameters are in a set, or one is not a tensor or has an integer dtype.
+        TypeError: The group is not a dict, its parameters are in a set, or one is not a tensor or has an integer or
+            complex dtype.
         ValueError: An option or a parameter does not fit, or a value is not a process group that has this rank.
     """
     if not isinstance(param_group, dict):
@@ -539,7 +536,5 @@ def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collect
 def _check_tensor(name: str, p: object) -> None:
     if not isinstance(p, Tensor):
         raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
-    if p.is_complex():
-        raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
     if not p.is_floating_point():
-        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")
+        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be real and floating point")

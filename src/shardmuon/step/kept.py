@@ -34,11 +34,8 @@ def start_kept(
 ) -> dict[str, Tensor]:
     """Create zeros for each missing state tensor, on the parameter's device. `stacked` is True if the parameter is a
     stack of matrices."""
-    made: dict[str, Tensor] = {}
-    for key, shape in shapes.items():
-        if state.get(key) is None:
-            made[key] = engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked)
-    return made
+    missing = {key: shape for key, shape in shapes.items() if state.get(key) is None}
+    return {key: engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked) for key, shape in missing.items()}
 
 
 CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
