@@ -285,13 +285,16 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     return lr
 
 
+SETS = (set, frozenset, WeakSet)  # each process may iterate over their elements in another order
+
+
 def refuse_sets(where: str, given: object, write: str) -> None:
     """Raise TypeError if parameters are given in a set. The message starts with `where` and suggests `write` instead.
 
     Ranks match parameters by position, but the order of a set differs between processes, so that shards of different
     matrices would be combined.
     """
-    if isinstance(given, (set, frozenset, WeakSet)):
+    if isinstance(given, SETS):
         raise TypeError(
             f"{where} must come in an order that all ranks share, and a {type(given).__name__} has another one in each "
             f"process: give {write}, not a set"

@@ -41,7 +41,7 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group,
 from shardmuon.layout.grid import union
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.options import refuse_sets
+from shardmuon.options import SETS, refuse_sets
 from shardmuon.step.validate import gradient_storage
 
 
@@ -83,8 +83,8 @@ def clip_grad_norm_(
             gradients are set to None, so that no rank takes a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    # checked before any communication, so that no rank waits
-    refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
+    if isinstance(parameters, SETS):  # checked before any communication, so that no rank waits
+        refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # an iterator can be read only once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
