@@ -24,7 +24,7 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import BLOCK, Stream, _round_by, decode, encode, scale_shape, step_stored_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.step.update import momentum_into_
+from shardmuon.step.update import momentum_
 
 CPU = torch.device("cpu")
 DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
@@ -128,7 +128,7 @@ def times() -> dict[str, float]:
     plain, half = torch.zeros(size, size), torch.zeros(size, size, dtype=torch.bfloat16)
     codes, scales = torch.zeros(size, size, dtype=torch.int8), torch.zeros(size, size // BLOCK)
     steps: dict[str, Callable[[], None]] = {
-        "fp32": lambda: momentum_into_([out], [grad], [plain], **rule),
+        "fp32": lambda: momentum_([out], [grad], [plain], **rule),
         "bf16": lambda: step_stored_([half], grad, out, **rounding),
         "int8": lambda: step_stored_([codes, scales], grad, out, **rounding),
     }

@@ -22,11 +22,10 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import _NEAREST, Stream, _round_by, decode, encode, scale_shape
-from shardmuon.options import MuonConfig, per_step
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
-from shardmuon.step.options import settings_of
 from shardmuon.step.update import Rounding
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping, scaled_, stages_of
 
@@ -152,7 +151,7 @@ class _Param:
 
     def _orthogonalized(self, x: Tensor, number: int, group: Mapping[str, Any], stages: Sequence[Any]) -> Tensor:
         """The result for a matrix, rounded as a wire rounds it."""
-        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+        coefficients = Settings.of(group).coefficients
         choice = self._chooser.choice(*x.shape, coefficients, CPU)
         narrow = choice.dtype in HALVES or choice.method == "torch"
         wire = torch.bfloat16 if narrow and self._wire != torch.float64 else self._wire
@@ -359,7 +358,7 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
         pairs = [(ranks.weights[number], cut(layout, p.detach()))]
         if state:
             pairs.append((stores.momenta[number], cut(layout, state["momentum_buffer"])))
-            stages = keeping(settings_of(optimizer.param_groups[number]).stages)
+            stages = keeping(Settings.of(optimizer.param_groups[number]).stages)
             for stage, of_stage, found in zip(stages, spec.kept, ranks.kept[number], strict=True):
                 pairs.append((found, cut(of_stage.layout, state[stage.key])))
         if "momentum_scale" in state:

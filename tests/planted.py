@@ -25,7 +25,6 @@ from shardmuon.comm import vote as votes
 from shardmuon.comm.vote import Ballot, Flag, Phase
 from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
-from shardmuon.step import batch as of_batch
 from shardmuon.step import bucket, stages, update
 from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
@@ -160,20 +159,14 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
-        into, alone = update.momentum_into_, update.momentum_
+        real = update.momentum_
 
-        def momentum_into_(out: Tensors, grads: Tensors, buffers: Tensors, **options: Any) -> None:
-            with mock.patch.object(update, "momentum_", alone):  # which it may call: damaged once
-                into(out, grads, buffers, **options)
-            damage(out, grads, buffers)
-
-        def momentum_(grads: Tensors, buffers: Tensors, **options: Any) -> Tensors:
-            updates = alone(grads, buffers, **options)
-            damage((), grads, buffers)
-            return updates
+        def momentum_(out: Tensors | None, grads: Tensors, buffers: Tensors, **options: Any) -> None:
+            real(out, grads, buffers, **options)
+            damage(out or (), grads, buffers)
 
         if rank in (None, dist.get_rank()):
-            with mock.patch.multiple(update, momentum_into_=momentum_into_, momentum_=momentum_):
+            with mock.patch.object(update, "momentum_", momentum_):
                 yield
         else:
             yield
@@ -259,7 +252,7 @@ def _without_agreement(job: Job) -> Iterator[None]:
     def vote(ballot: Ballot, ranks: Sequence[int]) -> Ballot:
         return agreed if ballot.phase == Phase.STEP else real(ballot, tuple(ranks))
 
-    with mock.patch.object(votes, "vote", vote), mock.patch.object(muon, "run_buckets"):
+    with mock.patch.object(votes, "vote", vote), mock.patch.object(bucket.Buckets, "run"):
         yield
 
 
@@ -312,7 +305,7 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     def plant(job: Job) -> Iterator[None]:
         with (
             mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run),
-            mock.patch.object(of_batch, "scaled_", _one_by_one),
+            mock.patch.object(bucket, "scaled_", _one_by_one),
         ):
             yield
 
@@ -479,7 +472,7 @@ FAULTS = {
         exact=True,
     ),
     "run twice": Fault(
-        replaced("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=muon),
+        replaced("run", lambda original: lambda *a: (original(*a), original(*a))[0], on=bucket.Buckets),
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
@@ -26,10 +27,9 @@ from shardmuon.plan.program import make_program
 from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
-from shardmuon.step.bucket import Bound, Kernel, run_owners
-from shardmuon.step.options import settings_of
-from shardmuon.step.stages import WeightSet, ZeroWatch, weight_sets
-from shardmuon.step.update import Kind, Rounding, Work
+from shardmuon.step.bucket import Bound
+from shardmuon.step.stages import WeightSet, ZeroWatch
+from shardmuon.step.update import Rounding, Work
 from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def planned(
         def kept_of(stage: Stage) -> ParamLayout:
             return kept_layout(layout, [stage.num_kept(*size) for size in sizes])
 
-        return make_spec(f"p{number}", layout, settings_of(group), CPU, how, number in wide, kept_of)
+        return make_spec(f"p{number}", layout, Settings.of(group), CPU, how, number in wide, kept_of)
 
     pairs = zip(layouts, groups, strict=True)
     return make_plan([spec_of(number, *pair) for number, pair in enumerate(pairs)], policy)
@@ -238,7 +238,7 @@ def group_of(**options: Any) -> dict[str, Any]:
     return group
 
 
-def kinds_of(work: Work) -> list[Kind]:
+def kinds_of(work: Work) -> list[tuple[object, ...]]:
     """`Work.kinds` as validation gives them."""
     tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
@@ -276,7 +276,7 @@ class SimulatedRanks:
         """One step of all ranks."""
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        said = [settings_of(group) for group in groups]
+        said = [Settings.of(group) for group in groups]
         settings = [said[said.index(one)] for one in said]  # one object for equal ones: they are stepped in one call
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
@@ -301,11 +301,8 @@ class SimulatedRanks:
             programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
-                run_owners(
-                    Bound(self.plan, program, self._shapes(rank)),
-                    self._work[rank],
-                    Kernel(self._device),
-                    partial(exchange.start, rank),
+                Bound(self.plan, program, self._shapes(rank), ns_device=self._device).run(
+                    self._work[rank], None, partial(exchange.start, rank)
                 )
                 for rank, program in programs.items()
             ]
@@ -325,7 +322,7 @@ class SimulatedRanks:
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
-            for one in weight_sets(self.plan, mine, rank, self._shapes(rank)):
+            for one in WeightSet.of_rank(self.plan, mine, rank, self._shapes(rank)):
                 found.setdefault(one.ranks, {})[rank] = one
         assert all(tuple(sorted(of_set)) == ranks for ranks, of_set in found.items())
         return list(found.values())

@@ -23,8 +23,7 @@ from shardmuon.testing.pool import RankPool
 
 with warnings.catch_warnings():  # torch's own: the package compiles functional optimizers with torch.jit.script
     warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-    from torch.distributed.optim.post_localSGD_optimizer import averagers
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 def _model(width: int = 16) -> nn.Sequential:
@@ -187,54 +186,17 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
     assert not _heard(Muon(vector, lr=0.02).step), "gradients of vectors alone are gradients"
 
 
-# ------------------------------------------------------------------------------------------ DDP, and who shares
-
-
-def _first_steps(how: str) -> tuple[list[str], list[str]]:
+def _before_fully_shard() -> tuple[list[str], list[str]]:
     """What a rank hears in the first step, and in the second."""
-    model = _model(16 if how == "small" else 2**16)  # just large enough for a search of who wraps it
-    options: dict[str, Any] = {"process_group": dist.group.WORLD} if how == "process_group" else {}
-    groups = [
-        {**group, **({"process_group": (), "tp_group": ()} if how == "its own" else {})}
-        for group in param_groups(model, lr=0.02)
-    ]
-    optimizer: Any = Muon(groups, lr=0.02, **options)
-    if how == "before fully_shard":
-        fully_shard(model)
-    else:
-        group = dist.new_group() if how == "another group" else None
-        model = DistributedDataParallel(model, process_group=group)  # type: ignore[assignment]
-    if how == "local SGD":
-        optimizer = PostLocalSGDOptimizer(optimizer, averagers.PeriodicModelAverager(period=4, warmup_steps=0))
+    optimizer = Muon(model := _model(), lr=0.02)
+    fully_shard(model)
     _backward(model, dist.get_rank())
     return _heard(optimizer.step), _heard(optimizer.step)
 
 
-REPEATED = (
-    "DistributedDataParallel keeps this optimizer's matrices equal on 2 ranks, and each of them orthogonalizes "
-    "all. Share the work: Muon(..., process_group={}). Make the optimizer after init_process_group: before it, "
-    "torch.distributed.group.WORLD is None"
-)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("DDP", (REPEATED.format("torch.distributed.group.WORLD"), "")),
-        ("another group", (REPEATED.format("the process group that it was given"), "")),
-        ("process_group", ("", "")),
-        ("its own", ("", "")),
-        ("small", ("", "")),
-        ("local SGD", ("", "")),  # its ranks are unequal
-        ("before fully_shard", ("make the optimizer after fully_shard()",) * 2),
-    ],
-)
-def test_ranks_that_repeat_the_work_are_told_once_and_those_that_train_nothing_in_each_step(
-    how: str, said: tuple[str, str], world2: RankPool
-) -> None:
-    for (first, second), words in zip(world2.run(_first_steps, how), said, strict=True):
-        assert len(first) == bool(words) and all(words in text for text in first)
-        assert second == (first if how == "before fully_shard" else [])
+def test_ranks_whose_parameters_were_replaced_are_told_in_each_step(world2: RankPool) -> None:
+    for first, second in world2.run(_before_fully_shard):
+        assert len(first) == 1 and "make the optimizer after fully_shard()" in first[0] and second == first
 
 
 # ------------------------------------------------------------------------------- torch's ZeroRedundancyOptimizer

@@ -21,13 +21,6 @@ from shardmuon.plan.plan import Plan
 Stepped = Any  # stands for `shardmuon.muon.Core`, since importing it here would be circular
 
 
-class Progress:
-    """Progress of a step. `changing` is True once all ranks have agreed to the step: from then on, weights and state
-    may be half updated."""
-
-    changing = False
-
-
 class Weight(NamedTuple):
     """A weight of the model and the tensor that the optimizer updates for it.
 
@@ -99,12 +92,12 @@ class Host:
         """
         return None
 
-    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, fault: Fault) -> None:
         """Take a step while this host is active.
 
         Args:
-            core: The optimizer.
-            progress: Progress of the step, updated in place.
+            core: The optimizer. A host that changes weights or state otherwise than by `take_step` first sets its
+                `changing` to True.
             fault: This rank's error so far, if it has one.
         """
         raise NotImplementedError
@@ -141,13 +134,6 @@ def register(host: type[Host]) -> None:
     _HOSTS.insert(0, host)
 
 
-def clipped_by_host(params: Iterable[Tensor]) -> str | None:
-    """Return an error text if some framework clips the gradients of these parameters itself, so that the user must not;
-    else None."""
-    listed = list(params)
-    return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
-
-
 class Hosts(list[Host]):
     """The hosts of one optimizer, in order of precedence."""
 
@@ -160,6 +146,13 @@ class Hosts(list[Host]):
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)
+
+    @staticmethod
+    def clipped(params: Iterable[Tensor]) -> str | None:
+        """Return an error text if some framework clips the gradients of these parameters itself, so that the user must
+        not; else None."""
+        listed = list(params)
+        return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
 
 
 def caller(name: str, *packages: str) -> FrameType | None:

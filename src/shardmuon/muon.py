@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
@@ -38,19 +39,24 @@ from shardmuon.comm.groups import (
     my_rank,
 )
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, in_order
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.first_step import warned_first
-from shardmuon.host import Host, Hosts, Progress, creates_state_only
+from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
+from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
+from shardmuon.layout.engines.fsdp1 import is_flattened
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
+    Group,
     MuonConfig,
+    OptionsReader,
+    Settings,
     check_hyperparameters,
+    complete,
     given_lr,
-    options_text,
+    loaded_over,
+    new_group,
     refuse_sets,
     unknown_keyword,
 )
@@ -59,22 +65,9 @@ from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
-from shardmuon.step.binding import (
-    Binding,
-    bound,
-    chooser_of,
-    counts_of_lacking,
-    fingerprint,
-    groups_of_params,
-    listed_of,
-    number_bits,
-    stamp_of,
-)
-from shardmuon.step.bucket import Kernel, run_buckets
-from shardmuon.step.kept import Settled
-from shardmuon.step.options import Group, OptionsReader, Settings, as_group, check_param_group, complete, fill_up
+from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
-from shardmuon.step.validate import Memory, Proposal, ProposalLine, difference, digests_of, lines_of, validate
+from shardmuon.step.validate import Memory, Proposal, difference, validate
 from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
@@ -104,6 +97,7 @@ class Core:
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
+    changing = False  # True once all ranks have agreed to a step: from then on, weights and state may be half updated
     in_step = False  # True during a step: `state_dict`, which a signal handler may call, then raises
 
     def __init__(
@@ -115,7 +109,7 @@ class Core:
         traffic: Traffic | None = None,
     ) -> None:
         self.config = config
-        self.keeper = keeper or config.keeper()
+        self.keeper = keeper or Keeper(config.momentum_dtype, config.momentum_device, config.stochastic_rounding)
         self.audits = audits or AuditSchedule(config.audit_every)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
@@ -131,7 +125,7 @@ class Core:
         self.options = OptionsReader()
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
-        self.settled: Settled = WeakIdKeyDictionary()
+        self.settled: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self.hosts, self.has_trained = Hosts(), False
 
     def unlike_model(self) -> Sequence[str]:
@@ -150,25 +144,25 @@ class Core:
         Raises:
             Refused: Some rank has an error. Raised on every rank, before anything has changed.
         """
-        with self._remembering() as progress:
+        with self._remembering():
             call = StepCall(self, fault)
             binding, verdict = call.agree(fault)
-            progress.changing = True
+            self.changing = True
             report = self._carry_out(binding, call.proposal, verdict)
         if report is not None:
             self.audits.deliver(report)
 
     @contextmanager
-    def _remembering(self) -> Iterator[Progress]:
+    def _remembering(self) -> Iterator[None]:
         """Record an error raised inside the `with` block, so that later steps are refused. `Refused` is not recorded:
         all ranks raise it, before anything has changed."""
-        progress = Progress()
+        self.changing = False
         try:
-            yield progress
+            yield
         except Refused:
             raise
         except BaseException as error:
-            self._note(error, progress.changing)
+            self._note(error)
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Ballot) -> AuditReport | None:
@@ -184,12 +178,11 @@ class Core:
         missing = frozenset[int]()  # indices of parameters without a gradient
         if NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
-        on_weights = frozenset(binding.on_weights) - missing
+        on_weights = binding.on_weights - missing
         if on_weights:
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
-        kernel = Kernel(binding.ns_device, self.watch)
-        run_buckets(binding.buckets_without(missing), proposal, kernel, self.traffic)
+        binding.buckets_without(missing).run(proposal, self.watch, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
         if self.watch.seen:
@@ -232,7 +225,7 @@ class Core:
         self.audits.num_audits += self.audits.due > 0
         return audit
 
-    def _note(self, error: BaseException, changing: bool) -> None:
+    def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step after its first change or while other ranks were waiting, so that
         further steps are refused."""
         if isinstance(error, AuditError):  # raised when a framework's step has updated only some of the groups
@@ -242,12 +235,12 @@ class Core:
             return
         component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
-        if changing or not alone:
+        if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
             if isinstance(error, ExchangeError):  # the error's message already has the consequences and the remedy
                 self.broken = str(error)
-        if changing and len(component) > 1:
+        if self.changing and len(component) > 1:
             close_lane(component)  # ranks that are waiting for this rank then fail at once
 
     def last_voters(self) -> Ranks | None:
@@ -322,20 +315,20 @@ class StepCall(TableCall[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        members = iter(kept.members)
-        if len(kept.planned) != len(groups):
+        if kept.planned != ["" if settings is None else settings.planned for settings in self.options]:
             return False
-        for number, (group, settings) in enumerate(zip(groups, self.options, strict=True)):
-            if kept.planned[number] != ("" if settings is None else settings.planned):
+        found = [  # frameworks may replace parameters at any time; `Offer` selects the same ones
+            (p, number)
+            for number, settings in enumerate(self.options)
+            for p in (() if settings is None else groups[number]["params"])
+            if p.requires_grad or p.grad is not None
+        ]
+        if len(found) != len(kept.members):
+            return False
+        for (p, number), member in zip(found, kept.members, strict=True):
+            if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
                 return False
-            for p in () if settings is None else group["params"]:  # frameworks may replace parameters at any time
-                if p.requires_grad or p.grad is not None:  # `listed_of` selects the same parameters
-                    member = next(members, None)
-                    if member is None or member.param is not p or member.group != number:
-                        return False
-                    if member.engine.signature(p) != member.signature:
-                        return False  # the parameter's layout has changed
-        return next(members, None) is None
+        return True
 
     def read(self, kept: Binding) -> Ballot:
         core, audits, flags = self._core, self._core.audits, Flag.NONE
@@ -349,13 +342,13 @@ class StepCall(TableCall[Binding]):
             self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
-        digests = digests_of(kept, self.proposal, self._due) if len(kept.component) > 1 else None
+        digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
         return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
-    def lines(self, kept: Binding, ranks: Ranks) -> list[ProposalLine]:
-        return lines_of(kept, self.proposal, ranks, self._due)
+    def lines(self, kept: Binding, ranks: Ranks) -> list[Any]:
+        return self.proposal.lines(kept, ranks, self._due)
 
-    def difference(self, ranks: Ranks, everyone: Sequence[list[ProposalLine] | None]) -> str:
+    def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         return difference(ranks, everyone)
 
     # -------------------------------------------------------------------------------------------------- a new plan
@@ -372,31 +365,42 @@ class StepCall(TableCall[Binding]):
     def listed(self) -> list[Listed]:
         core = self._core
         self.options = core.options.read(core.param_groups)
-        self._chooser = chooser_of(core.param_groups, core.config)
-        listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._chooser)
-        self.stamp = stamp_of(self._chooser, listed[0].param.device if listed else torch.device("cpu"))
-        self._refs = groups_of_params(listed)
-        self.groups = {ranks: ref.group_name for ranks, ref in self._refs.items()}
-        self.fingerprint = fingerprint
-        return listed
+        self._offer = Offer(core.param_groups, self.options, core.config, core.keeper)
+        self.groups = {ranks: ref.group_name for ranks, ref in self._offer.refs.items()}
+        self.stamp, self.fingerprint = self._offer.stamp, fingerprint
+        return self._offer.listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
         # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of
         # parameters whose gradients some of them may lack
-        core = self._core
-        made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._chooser, core.keeper)
-        sets = made.weight_sets(frozenset(made.on_weights))
+        made = self._offer.bind(my_rank(), table)
+        sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
-        self._groups = {r: self._refs[r].live() if r in table.groups else None for r in needed}
-        return made, counts_of_lacking(table)
+        self._groups = {r: self._offer.refs[r].live() if r in table.groups else None for r in needed}
+        return made, made.num_lacking
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
         # process groups are created before the first exchange: creation is collective, and a rank that already waits
         # for tensors could not take part
         for ranks, known in self._groups.items():
             group_for(ranks, known)
-        number_bits(kept, everyone)
+        kept.number_bits(everyone)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
+
+
+def _trained(groups: Sequence[Group]) -> bool:
+    """Return True if some parameter had a gradient in a step; warn if none had. Later steps then need no check."""
+    params = [p for group in groups for p in group["params"]]
+    if any(p.grad is not None for p in params):
+        return True
+    if any(p.numel() > 0 or not is_flattened(p) for p in params):  # one of FSDP1 may have no elements on this rank
+        warnings.warn(
+            "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
+            "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
+            "FSDP() or whatever else replaced them",
+            stacklevel=level_of_the_caller(),
+        )
+    return False
 
 
 _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
@@ -475,7 +479,7 @@ class Muon(Core, Optimizer):
         ValueError: An option or a parameter does not fit. The message has its name, what was found and what to write.
             `step()` raises on every rank of a group or on none, before anything has changed.
         TypeError: A keyword is unknown (the message says what to write), parameters are in a set, whose order differs
-            between ranks, or a parameter is not a tensor or has an integer dtype.
+            between ranks, or a parameter is not a tensor or has an integer or complex dtype.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -593,11 +597,11 @@ class Muon(Core, Optimizer):
             if instead is not None:
                 instead()
             elif host is not None:
-                with self._remembering() as progress:
-                    host.step(self, progress, fault)
+                with self._remembering():
+                    host.step(self, fault)
             else:
                 self.take_step(fault)
-                self.has_trained = self.has_trained or warned_first(self, self.param_groups)
+                self.has_trained = self.has_trained or _trained(self.param_groups)
         except Refused as refused:
             error = refused.public()
             raise error from error.__cause__
@@ -612,7 +616,7 @@ class Muon(Core, Optimizer):
 
     def __repr__(self) -> str:
         """Format the optimizer's non-default options and the options of each group."""
-        return f"Muon (\n{options_text(self.config, self.param_groups)}\n)"
+        return f"Muon (\n{self.config.text_with(self.param_groups)}\n)"
 
     def prepare(self) -> Plan:
         """Make the plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -647,15 +651,11 @@ class Muon(Core, Optimizer):
 
         Raises:
             ValueError: An option or a parameter does not fit; the optimizer is unchanged.
-            TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer dtype.
+            TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer or complex dtype.
         """
-        group = as_group(param_group)
-        given = [key for key in param_group if key != "params"]
         for host in self.hosts:
             host.adding()
-        complete(group, self.defaults)
-        check_param_group(self.param_groups, group, given, self.defaults)
-        super().add_param_group(group)
+        super().add_param_group(new_group(self.param_groups, param_group, self.defaults))
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         names = [name_of(made, index, position) for position in range(len(made["params"]))]
         for host in self.hosts:
@@ -715,7 +715,9 @@ class Muon(Core, Optimizer):
         optimizer's values."""
         mine = self.__dict__.get("param_groups", [])  # empty while unpickling
         super().__setstate__(state)
-        fill_up(self.param_groups, mine, self.defaults)
+        for index, group in enumerate(self.param_groups):
+            group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
+            complete(group, self.defaults)
         self.broken = state.get("broken")  # loading a state dict clears this, copying the optimizer does not
         if "hosts" not in self.__dict__:  # this is a copy: plan, process groups and hosts stay with the original
             self.process_group = None

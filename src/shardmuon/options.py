@@ -1,26 +1,38 @@
-"""Options of the whole optimizer and of parameter groups, with checks of their values."""
+"""Options of the whole optimizer and of parameter groups, with checks of their values; checks of a new group; and
+`Settings`, a frozen object per group that is rebuilt only when the group's options change. Nothing is communicated.
+
+A learning rate may be a tensor. Every step reads its value to compare it between ranks, which waits for the accelerator
+if the tensor is on one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from typing import Any, Literal, get_args
+from functools import cache, cached_property
+from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from shardmuon.momentum.keeper import Keeper, MomentumDtype
+from shardmuon.comm.groups import GroupRef
+from shardmuon.errors import about
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.orthogonalize import MethodName, check_gram_dtype
 from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.orthogonalize.schedules import per_step
-from shardmuon.texts import did_you_mean, nearest
-from shardmuon.variants import check_variant
+from shardmuon.orthogonalize.schedules import Triples, per_step
+from shardmuon.texts import did_you_mean
+from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
+Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 _FaultOf = Callable[[Any], str]  # option's value -> end of an error message ("must be a number"), or "" if valid
 
 
@@ -113,6 +125,7 @@ class MuonConfig:
         ValueError: An option is invalid.
     """
 
+    STORED: ClassVar = ("momentum_dtype", "momentum_device", "stochastic_rounding")
     method: MethodName = "auto"
     ns_dtype: torch.dtype | None = None
     momentum_dtype: MomentumDtype = None
@@ -133,23 +146,31 @@ class MuonConfig:
     def stored(self) -> str:
         """Format the options in `STORED` that differ from their defaults. The text is empty if there are none, or if
         the only one is fp32 momentum."""
-        found = {key: value for key, value in self.changed().items() if key in STORED}
+        found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
     def chooser(self) -> Chooser:
         """Create the object that chooses how to orthogonalize each matrix."""
         return Chooser(self.method, self.ns_dtype)
 
-    def keeper(self) -> Keeper:
-        """Create the object that stores momentum."""
-        return Keeper(self.momentum_dtype, self.momentum_device, self.stochastic_rounding)
-
     def text(self) -> str:
         """Format the options that must be equal on all ranks (all except `momentum_device`), without defaults."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
+    def text_with(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Format the non-default options and, for each group, the options of the algorithm that it uses (Muon or AdamW)
+        and keys that other code, such as a scheduler, has stored."""
+        lines = [f"    {key}: {value}" for key, value in self.changed().items()]
+        quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
+        for index, group in enumerate(groups):
+            muon, count = group["use_muon"], len(group["params"])
+            hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if muon else ONLY_MUON)}
+            lines.append(f"group {index}: {'Muon' if muon else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}")
+            shown = ((key, value) for key, value in group.items() if key not in hidden)
+            lines += [f"    {key}: {value}" for key, value in shown if key not in quiet or value != quiet[key]]
+        return "\n".join(lines)
 
-STORED = ("momentum_dtype", "momentum_device", "stochastic_rounding")
+
 CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 
@@ -184,7 +205,7 @@ GROUP_DEFAULTS: dict[str, Any] = {
 # Kept out of `optimizer.defaults`, because CyclicLR and OneCycleLR would cycle betas[0] instead of momentum if they
 # found "betas" in it.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
-MUON_OPTIONS = (
+_MUON_OPTIONS = (
     "momentum",
     "nesterov",
     "ns_coefficients",
@@ -192,8 +213,8 @@ MUON_OPTIONS = (
     "adjust_lr_fn",
     "variant",
 )
-ONLY_MUON = {*MUON_OPTIONS, *VIEW_DEFAULTS}
-GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
+GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
 # Keys that users may mistake for group options. The value is the rest of the error message, which says what to write.
 ELSEWHERE = {
     **{
@@ -226,7 +247,7 @@ def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 
-def check_keys(where: str, given: Iterable[str]) -> None:
+def _check_keys(where: str, given: Iterable[str]) -> None:
     """Raise ValueError for a misspelled or misplaced option among a group's keys. The message starts with `where`.
     Unknown keys that resemble no option, such as a scheduler's, are allowed."""
     for key in given:
@@ -234,9 +255,9 @@ def check_keys(where: str, given: Iterable[str]) -> None:
             continue
         if key in ELSEWHERE:
             raise ValueError(f"{where}{key} {ELSEWHERE[key]}")
-        near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
-        if near is not None:
-            raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
+        near = did_you_mean(key, GROUP_OPTIONS, cutoff=0.8)
+        if near:
+            raise ValueError(f"{where}there is no option {key!r}{near}")
 
 
 def unknown_keyword(key: str) -> TypeError:
@@ -247,33 +268,6 @@ def unknown_keyword(key: str) -> TypeError:
     if key in GROUP_OPTIONS:
         return TypeError(f'{text}: it is an option of a group. Write {{"params": [...], "{key}": ...}}, or an override')
     return TypeError(text + did_you_mean(key, (*GROUP_OPTIONS, *CONFIG_OPTIONS)))
-
-
-def options_text(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Format the optimizer's non-default options and the options of each group."""
-    lines = [f"    {key}: {value}" for key, value in config.changed().items()]
-    for index, group in enumerate(groups):
-        count = len(group["params"])
-        lines.append(
-            f"group {index}: {'Muon' if group['use_muon'] else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}"
-        )
-        lines += [f"    {key}: {value}" for key, value in _shown(group).items()]
-    return "\n".join(lines)
-
-
-def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the entries of a group to print: the options of the algorithm that the group uses (Muon or AdamW), and
-    keys that other code, such as a scheduler, has stored."""
-    hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if group["use_muon"] else ONLY_MUON)}
-    quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
-    return {
-        key: value for key, value in group.items() if key not in hidden and not (key in quiet and value == quiet[key])
-    }
-
-
-def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the options of a group that define which matrices each of its parameters holds."""
-    return {key: group[key] for key in VIEW_DEFAULTS}
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
@@ -325,3 +319,219 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "
             f"(a, b, c) per step: {wrong}"
         ) from None
+
+
+# ------------------------------------------------------------------------------------------ a group in one step
+
+# Types of option values that cannot be changed in place. A group with values of other types, such as tensors or lists,
+# is read again in every step.
+_LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of one group of matrices in the current step.
+
+    Attributes:
+        lr: Learning rate as a float.
+        given_lr: Learning rate as it is in the group: a float or a tensor.
+        coefficients: (a, b, c) of each Newton-Schulz step.
+        cautious: True if weights decay only where decay does not work against the update.
+        stages: Stages of the group's variant.
+        view: Options that define which matrices a parameter holds.
+        batch: Text of the options that must be equal for all matrices of a batch, and on all ranks that share a plan.
+        planned: Text of the options that a plan depends on: `batch`, `view`, and this rank's process groups.
+    """
+
+    lr: float
+    given_lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: Triples
+    adjust_lr_fn: str | None
+    cautious: bool
+    stages: Stages
+    view: Mapping[str, Any]
+    batch: str
+    planned: str
+
+    @classmethod
+    def of(cls, group: Group) -> Settings:
+        """Read the settings of a group for one step."""
+        view, stages = {key: group[key] for key in VIEW_DEFAULTS}, stages_of(group)
+        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+        batch = f"{coefficients} {''.join(map(repr, stages))}".replace(" ", "")
+        return cls(
+            lr=float(group["lr"]),
+            given_lr=group["lr"],
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
+            nesterov=bool(group["nesterov"]),
+            coefficients=coefficients,
+            adjust_lr_fn=group["adjust_lr_fn"],
+            cautious=CAUTIOUS in names_in(group["variant"]),
+            stages=stages,
+            view=view,
+            batch=batch,
+            planned=f"{batch} {view} {[group.get(key) for key in PLACE_OPTIONS]}",
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """Format the settings for comparison between ranks."""
+        # fp64 is the precision of a Python float, so an fp64 tensor has the same text as a float
+        kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
+        return (
+            f"lr={self.lr}{'' if kind == torch.float64 else f' ({kind})'} weight_decay={self.weight_decay} "
+            f"momentum={self.momentum} nesterov={self.nesterov} coefficients={self.coefficients} "
+            f"adjust_lr_fn={self.adjust_lr_fn} cautious={self.cautious} stages={self.stages}"
+        )
+
+
+def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
+    """Determine the matrices of a parameter from its group's options. Raises ValueError with the parameter's name if
+    the options do not fit its shape."""
+    engine: Engine | None = None
+    shape: Ints = ()
+    try:
+        engine = engine_for(param, group)
+        shape = engine.shape(param)
+        return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
+    except ValueError as wrong:
+        if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
+            # the global shape is not known yet, so the options are checked when a plan is made
+            return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
+        raise ValueError(f"{name}: {wrong}") from None
+
+
+class OptionsReader:
+    """Reader of an optimizer's groups. Caches each group's settings until its options change."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[tuple[object, ...], Settings | None]] = []
+
+    def read(self, groups: Sequence[Group]) -> list[Settings | None]:
+        """Return the current settings of each group; None for a group that AdamW updates.
+
+        Raises:
+            ValueError: An option is invalid. The message has the group's index.
+        """
+        found: list[Settings | None] = []
+        for index, group in enumerate(groups):
+            said = tuple(map(group.get, GROUP_OPTIONS))
+            lasts = index < len(self._kept) and _LASTING.issuperset(map(type, said))
+            if not lasts or self._kept[index][0] != said:
+                with about(f"group {index}"):
+                    check_hyperparameters("", group)
+                    settings = Settings.of(group) if group["use_muon"] else None
+                self._kept[index : index + 1] = [(said, settings)]
+            found.append(self._kept[index][1])
+        return found
+
+
+def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change later."""
+    for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
+        if key != "differentiable":  # torch.optim.Optimizer sets this option itself
+            group.setdefault(key, value)
+
+
+def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a saved group's options (`theirs`) over those of the optimizer's group (`mine`). If the saved group has no
+    variant, the optimizer's variant stays: missing stage state then raises an error, instead of the variant being
+    dropped silently."""
+    group = {**mine, **theirs}
+    if mine.get("variant") is not None and group["variant"] is None:
+        group["variant"] = mine["variant"]
+    return group
+
+
+def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a param group given by the caller, with its parameters in a list, its process groups as `GroupRef`s and all
+    options, and check it.
+
+    Args:
+        known: The groups that the optimizer already has.
+        param_group: The group as it was given.
+        defaults: The optimizer's defaults.
+
+    Raises:
+        TypeError: The group is not a dict, its parameters are in a set, or one is not a tensor or has an integer or
+            complex dtype.
+        ValueError: An option or a parameter does not fit, or a value is not a process group that has this rank.
+    """
+    if not isinstance(param_group, dict):
+        raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
+    params = param_group.get("params")
+    refuse_sets("parameters", params, "a list")
+    group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params or ())}
+    for key in PLACE_OPTIONS:
+        if key in group:
+            group[key] = GroupRef.of(group[key], key)
+    complete(group, defaults)
+    _check_group(known, group, [key for key in param_group if key != "params"], defaults)
+    return group
+
+
+def _check_group(known: Sequence[Group], group: Group, given: Collection[str], defaults: Mapping[str, Any]) -> None:
+    """Check a completed group of which the caller set the keys `given`."""
+    index = len(known)
+    params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
+    if names and len(names) != len(params):
+        raise ValueError(
+            f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
+            "name wrong ones. Give one name for each, or leave param_names out"
+        )
+    _check_keys(f"group {index}: ", given)
+    check_hyperparameters(f"group {index}: ", group)
+    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
+    # a group with all of Muon's options comes from another optimizer's `param_groups`, so they were not set by hand
+    own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
+    meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
+    unset = {*PLACE_OPTIONS}.difference(given)
+    for position, p in enumerate(params):
+        name = names[position] if position < len(names) else f"parameter {position} of group {index}"
+        _check_tensor(name, p)
+        if id(p) in listed:
+            raise ValueError(f"{name}: the same parameter is listed twice (first as {listed[id(p)]}). List it once")
+        listed[id(p)] = name
+        with about(name):
+            check_expert(p, group, unset)
+            engine_for(p, group)
+        if group["use_muon"]:
+            _check_matrix(name, p, group, given)
+        elif meaningless:
+            raise ValueError(
+                f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
+                "Leave them out"
+            )
+    named = bool(names) or "param_names" in group
+    if known and named != ("param_names" in known[0]):
+        raise ValueError(
+            f"group {index}: its parameters have {'names' if named else 'no names'}, those of the other groups have "
+            f"{'none' if named else 'names'}. Give every group names, as (name, parameter) pairs or by "
+            "shardmuon.param_groups(part, lr=...), or none (group.pop('param_names'))"
+        )
+
+
+def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collection[str]) -> None:
+    try:
+        view_of(name, p, group)
+    except ValueError as wrong:
+        if "use_muon" in given:
+            raise
+        raise ValueError(
+            f"{wrong}. If these are all parameters of a model, give Muon the model, which it routes by itself: "
+            "Muon(model, ...); for transformers' Trainer, optimizer_cls_and_kwargs=(Muon, {'model': model, ...}). To "
+            "add a part of it, as one that is unfrozen: for g in shardmuon.param_groups(part, lr=...): "
+            "optimizer.add_param_group(g)"
+        ) from None
+
+
+def _check_tensor(name: str, p: object) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
+    if not p.is_floating_point():
+        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be real and floating point")

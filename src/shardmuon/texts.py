@@ -24,18 +24,12 @@ _SPELLINGS = {
 }
 
 
-def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """Return the allowed name that other libraries call `key`, or the one closest in spelling; None if none is
-    close."""
+def did_you_mean(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str:
+    """Format a suggestion to append to a message: the allowed name that other libraries call `key`, or the one closest
+    in spelling; an empty string if none is close."""
     known = _SPELLINGS.get(key)
     close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
-def did_you_mean(key: str, allowed: Sequence[str]) -> str:
-    """Format a suggestion to append to a message: the nearest allowed key, or an empty string if no key is close."""
-    found = nearest(key, allowed)
-    return "" if found is None else f" (did you mean {found}?)"
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def table(

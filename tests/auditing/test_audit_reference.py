@@ -27,9 +27,8 @@ from shardmuon.auditing.dense import _block_of, _part_of, sent_by
 from shardmuon.auditing.reference import Reference, recovered_update
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.options import VIEW_DEFAULTS
+from shardmuon.options import VIEW_DEFAULTS, Settings
 from shardmuon.orthogonalize.schedules import schedule as named
-from shardmuon.step.options import Settings, settings_of
 from shardmuon.step.update import apply_
 from shardmuon.testing.layouts import cut_matrices
 
@@ -84,7 +83,7 @@ def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None
 
 def _settings(variant: str | None) -> Settings:
     given = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "ns_coefficients": "keller"}
-    return settings_of({**VIEW_DEFAULTS, **given, "ns_steps": None, "adjust_lr_fn": None, "variant": variant})
+    return Settings.of({**VIEW_DEFAULTS, **given, "ns_steps": None, "adjust_lr_fn": None, "variant": variant})
 
 
 @pytest.mark.parametrize("variant", [None, "cautious"])

@@ -18,8 +18,9 @@ from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
-from shardmuon import ExchangeError, Muon, checkpoint, muon
+from shardmuon import ExchangeError, Muon, checkpoint
 from shardmuon.momentum.stores import decode
+from shardmuon.step.bucket import Buckets
 
 # torch says so whenever one process saves or loads
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -230,7 +231,7 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
 
 def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a broken one is accepted."""
-    (model, optimizer), said, whole = two(), list[str](), muon.run_buckets
+    (model, optimizer), said, whole = two(), list[str](), Buckets.run
 
     def save(says: str) -> None:
         for act in (optimizer.state_dict, lambda: checkpoint.save(tmp_path / "one", model, optimizer)):
@@ -238,7 +239,7 @@ def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch
                 act()
         said.append(says)
 
-    monkeypatch.setattr(muon, "run_buckets", lambda *args: (save("a step is under way"), whole(*args)))
+    monkeypatch.setattr(Buckets, "run", lambda *args: (save("a step is under way"), whole(*args)))
     run(model, optimizer, range(1))
     optimizer.broken = "planted"
     save("its state is half moved: planted")

@@ -83,7 +83,7 @@ def _moved(out: object, grads: object, momenta: Sequence[Tensor], *rest: object)
 
 
 def test_momentum_is_compared_too(world2: RankPool) -> None:
-    found = world2.run(_damaged, "fsdp2", "momentum_into_", _moved, 1)
+    found = world2.run(_damaged, "fsdp2", "momentum_", _moved, 1)
     assert [(one.bitwise, one.max_difference) for one in found] == [(True, 0.0), (False, 0.0)]
 
 

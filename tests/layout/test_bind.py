@@ -23,7 +23,7 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import Ties
 from shardmuon.layout.mesh import OnMesh, kept_layout
 from shardmuon.layout.views import matrix_view
-from shardmuon.options import view_options
+from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.step.binding import fingerprint
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, mesh_of, parameters
@@ -36,7 +36,7 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
     groups = [{"params": [p], "param_names": [name], **PARAMS[name].options, **options} for name, p in params.items()]
     optimizer = Muon([{**g, "params": [(g["param_names"][0], g["params"][0])]} for g in groups], lr=0.1)
     return [
-        Listed(name, name, p, group, view_options(group))
+        Listed(name, name, p, group, {key: group[key] for key in VIEW_DEFAULTS})
         for (name, p), group in zip(params.items(), optimizer.param_groups, strict=True)
     ]
 

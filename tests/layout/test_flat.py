@@ -20,7 +20,7 @@ from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import offloaded_from
-from shardmuon.step.binding import chooser_of
+from shardmuon.step.binding import Offer
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,8 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     homes = [offloaded_from(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))]
     assert homes == [torch.device("meta"), None, None]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]
-    places = [chooser_of(optimizer.param_groups, optimizer.config).device for optimizer in optimizers]
+    places = [
+        Offer(one.param_groups, one.options.read(one.param_groups), one.config, one.keeper).chooser.device
+        for one in optimizers
+    ]
     assert places == [torch.device("meta"), None]

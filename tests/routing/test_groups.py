@@ -47,7 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon.layout.views import matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, MUON_OPTIONS, PLACE_OPTIONS, VIEW_DEFAULTS
+from shardmuon.options import CONFIG_OPTIONS, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.routing.groups import param_groups
 from shardmuon.testing import RankPool
 
@@ -561,11 +561,11 @@ def test_a_parameter_whose_matrices_cannot_be_known_is_an_error_not_adamw(says: 
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}], lr=1e-3)
     roles = {"lr", "weight_decay", "use_muon", *PLACE_OPTIONS}
-    assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
+    assert set(optimizer.defaults) - {"betas"} == {*ONLY_MUON, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     arguments = set(inspect.signature(Muon).parameters) - {"params", "unknown"}  # what no option is named
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
-    assert arguments == {*MUON_OPTIONS, *CONFIG_OPTIONS, "process_group", *routing}
+    assert arguments == {*ONLY_MUON.difference(VIEW_DEFAULTS), *CONFIG_OPTIONS, "process_group", *routing}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"

@@ -132,10 +132,8 @@ def _watching() -> Seen:
     """Look at every step of Muon in this process, whoever calls it."""
     import torch.optim.optimizer as hooks
 
-    import shardmuon.first_step
     from shardmuon import Muon, audit
 
-    shardmuon.first_step.WORTH_IT = 0  # tiny models are worth the warning, too
     seen = Seen()
     before = 0
     checks: list[Any] = []

@@ -221,7 +221,7 @@ FAULTS: dict[str, Fault] = {
     "no memory for a plan": Fault(
         lambda job: (
             job.groups[0].update(ns_coefficients="cubic"),
-            _patched(muon, "listed_of", MemoryError("planted"))(job),
+            _patched(muon, "Offer", MemoryError("planted"))(job),
         ),
         r"rank \d: MemoryError: planted",
         MemoryError,

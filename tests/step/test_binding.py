@@ -16,7 +16,7 @@ from spectra import normal
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.step.binding import fingerprint, number_bits
+from shardmuon.step.binding import Binding, fingerprint
 
 
 def test_the_plan_is_what_is_known() -> None:
@@ -58,15 +58,11 @@ def test_a_group_that_was_set_later_is_copied(given: tuple[int, ...] | None) -> 
 def test_gradients_that_ranks_may_lack_have_bits_of_their_own_and_the_same_on_every_rank() -> None:
     sets: tuple[tuple[int, ...], ...] = (0, 1), (0, 1, 2)
     of_two, of_three = sets
-    layouts = {ranks: SimpleNamespace(ranks=ranks, pieces={0: ("some",), 1: (), 2: ()}) for ranks in sets}
 
     def bits_of(sets: dict[tuple[int, ...], tuple[int, ...]]) -> tuple[dict[int, int], int]:
-        found = [layouts[ranks] for ranks, numbers in sets.items() for _ in numbers]
-        claims = [SimpleNamespace(empty_lacks_gradient=True)] * len(found)
-        binding: Any = SimpleNamespace(
-            table=SimpleNamespace(sets=sets, layouts=found, claims=claims), bits={}, num_bits=0
-        )
-        number_bits(binding, [{of_two: 2, of_three: 1}, {of_two: 2, of_three: 1}, {of_three: 1}])
+        lacking = {number for numbers in sets.values() for number in numbers}
+        binding: Any = SimpleNamespace(table=SimpleNamespace(sets=sets), lacking=lacking, bits={}, num_bits=0)
+        Binding.number_bits(binding, [{of_two: 2, of_three: 1}, {of_two: 2, of_three: 1}, {of_three: 1}])
         return binding.bits, binding.num_bits
 
     assert bits_of({of_two: (0, 1), of_three: (2,)}) == ({0: 0, 1: 1, 2: 2}, 3)

@@ -34,6 +34,7 @@ from shardmuon.errors import REMEDY, UNCHANGED
 from shardmuon.price.clock import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
+from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
 NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
@@ -120,12 +121,12 @@ CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _BUCKET, "", 2, 6),
     "scatter": Case("fsdp2", "dies", bucket, "start", 5, _BUCKET, "", 3, 10),
-    "apply": Case("fsdp2", "dies", bucket, "apply_results", 2, _BUCKET, "", 5, 12),
-    "relay": Case("hsdp", "dies", bucket, "apply_results", 2, _BUCKET, "", 6, 13),
+    "apply": Case("fsdp2", "dies", Side, "apply_results", 2, _BUCKET, "", 5, 12),
+    "relay": Case("hsdp", "dies", Side, "apply_results", 2, _BUCKET, "", 6, 13),
     "hangs": Case("fsdp2", "hangs", bucket, "start", 2, _BUCKET, "", 2, 6),
     "is late": Case("fsdp2", "is late", bucket, "_results", 1, "nothing", "nothing"),
     "no memory": Case("all", "has no memory", bucket, "_orthogonalize", 0, _SMALL, _NO_MEMORY),
-    "interrupted": Case("nested", "is interrupted", bucket, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
+    "interrupted": Case("nested", "is interrupted", Side, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
     "far away": Case("chain", "dies", bucket, "_orthogonalize", 0, f"nothing|{_SMALL}"),
     "far away, lives": Case("chain", "has no memory", bucket, "_orthogonalize", 0, f"nothing|{_SMALL}", _NO_MEMORY),
     "nobody waits": Case("chain", "dies", shardmuon.muon, "step_adamw", 0, "nothing"),
@@ -221,7 +222,8 @@ def _until_it_ends(name: str, store: str, rank: int) -> None:
             twin.step(seed)
         assert unlike(job.held(), twin.held()) == []
     if name in ("no memory", "interrupted"):
-        bucket.__dict__.update(REAL)
+        for at, real in REAL.items():
+            setattr(*at, real)
         dist.destroy_process_group()
         _join(f"{store} again", rank)
         _restored(job, weights, state)
@@ -232,7 +234,7 @@ def _until_it_ends(name: str, store: str, rank: int) -> None:
         assert unlike(job.held(), twin.held()) == []
 
 
-REAL = {name: getattr(bucket, name) for name in ("_orthogonalize", "apply_results")}
+REAL = {at: getattr(*at) for at in ((bucket, "_orthogonalize"), (Side, "apply_results"))}
 
 
 def main(rank: int, name: str, store: str) -> None:

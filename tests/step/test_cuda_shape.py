@@ -420,7 +420,7 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
         "uploads",
     ),
     "momentum tensor by tensor": (
-        "shardmuon.step.update.momentum_into_",
+        "shardmuon.step.update.momentum_",
         lambda *lists, **options: [t.copy_(b.lerp_(g, 0.1)) for t, g, b in zip(*lists, strict=True)],
         {},
         8,

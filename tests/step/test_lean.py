@@ -19,11 +19,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardmuon import Muon
 from shardmuon.comm.groups import Pending
 from shardmuon.layout.views import matrix_view
+from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
 from shardmuon.plan.program import make_program
-from shardmuon.step.bucket import Bound, Kernel, run_owners
-from shardmuon.step.options import settings_of
+from shardmuon.step.bucket import Bound
 from shardmuon.step.update import Work
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -123,7 +123,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     loads = plan.loads()
     rank = max(loads, key=lambda rank: loads[rank])
     parts = [stored(lay.held[rank], torch.zeros(lay.view.shape)) for lay in layouts]
-    work = Work(parts, parts, [p.clone() for p in parts], [settings_of(group)] * 72, [[] for _ in parts], {})
+    work = Work(parts, parts, [p.clone() for p in parts], [Settings.of(group)] * 72, [[] for _ in parts], {})
     work.kinds = kinds_of(work)
     (bucket,) = plan.buckets
     program = make_program(plan, bucket, rank)
@@ -135,7 +135,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
         return Pending(SimpleNamespace(wait=lambda: None), torch.zeros(sum(came)), send)
 
     def step() -> None:
-        for _ in run_owners(bound, work, Kernel(), exchange):
+        for _ in bound.run(work, None, exchange):
             pass
 
     step()

@@ -19,7 +19,7 @@ from shardmuon import Muon
 from shardmuon.layout.engines import Engine
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
 from shardmuon.step import validate as validate_module
-from shardmuon.step.update import dealt, momentum_, momentum_into_
+from shardmuon.step.update import _dealt, momentum_
 from shardmuon.step.validate import Memory
 
 Change = Callable[[Job], object]
@@ -186,7 +186,7 @@ def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None
         sizes = [draw.randint(1, 9) for _ in range(draw.randint(1, 12))]
         kinds = [draw.randint(0, 3) for _ in sizes]
         limit = draw.randint(1, 20)
-        found = dealt(sizes, kinds, limit)
+        found = _dealt(sizes, kinds, limit)
         assert sorted(at for places in found for at in places) == list(range(len(sizes)))
         for places in found:
             assert places == sorted(places)
@@ -208,6 +208,7 @@ def test_momentum_goes_into_a_batch_with_the_bits_of_a_copy(nesterov: bool, dtyp
     grads[1] = _turned(grads[1])
     theirs, given = [m.clone() for m in mine], [g.clone() for g in grads]
     out = [torch.empty(2 * rows, cols + 3, dtype=out_dtype)[::2, :cols] for rows, cols in shapes]
-    momentum_into_(out, grads, mine, momentum=0.9, nesterov=nesterov)
-    updates = momentum_(grads, theirs, momentum=0.9, nesterov=nesterov)
+    momentum_(out, grads, mine, momentum=0.9, nesterov=nesterov)
+    momentum_(None, grads, theirs, momentum=0.9, nesterov=nesterov)
+    updates = [g.to(dtype).lerp(m, 0.9) for g, m in zip(grads, theirs, strict=True)] if nesterov else theirs
     assert_bitwise([*out, *mine, *grads], [*(u.to(out_dtype) for u in updates), *theirs, *given])

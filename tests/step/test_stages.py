@@ -32,8 +32,8 @@ from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import KeptLoad
 from shardmuon.step import stages as weights_module
-from shardmuon.step.batch import BatchStages
-from shardmuon.step.stages import weight_sets
+from shardmuon.step.bucket import _BatchStages
+from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
 
@@ -110,9 +110,9 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
     x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
-    staged = BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
+    staged = _BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
     assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert BatchStages((), [], x).may_take(half, other)
+    assert _BatchStages((), [], x).may_take(half, other)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
@@ -155,12 +155,12 @@ def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
     stages = {i: stages_of(group) for i in (5, 4, 3, 2, 1, 0)}
     stages[2] = stages_of({"variant": "normuon"})
     plan = make_plan(specs, Policy())
-    assert [one.ranks for one in weight_sets(plan, {i: stages[i] for i in (5, 4, 0, 2)}, 0, [()] * 6)] == [
+    assert [one.ranks for one in WeightSet.of_rank(plan, {i: stages[i] for i in (5, 4, 0, 2)}, 0, [()] * 6)] == [
         (0, 1),
         (0, 1, 2, 3),
         (0, 1, 2, 3),
     ]
-    assert [one.ranks for one in weight_sets(plan, {i: stages[i] for i in (3, 0)}, 2, [()] * 6)] == [
+    assert [one.ranks for one in WeightSet.of_rank(plan, {i: stages[i] for i in (3, 0)}, 2, [()] * 6)] == [
         (2,),
         (0, 1, 2, 3),
     ]

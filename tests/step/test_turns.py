@@ -15,7 +15,7 @@ CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), Fal
 
 
 def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
-    """What a rank posts and waits for in a turn, by the lines of `run_owners`."""
+    """What a rank posts and waits for in a turn, by the lines of `Bound.run`."""
     return {
         "begin": [("post", "gather")],
         "compute": [("wait", "gather"), ("post", "scatter")],

@@ -35,11 +35,11 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import NONE, named_params
 from shardmuon.layout.pieces import ParamLayout, Piece
 from shardmuon.momentum.keeper import BUFFER
+from shardmuon.options import Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item
-from shardmuon.step.binding import Binding, chooser_of, fingerprint, listed_of
-from shardmuon.step.options import settings_of
+from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
@@ -165,8 +165,8 @@ class StepAudit:
                 in this step.
         """
         core, component = self._optimizer, self._binding.component
-        options, chooser = core.options.read(core.param_groups), chooser_of(core.param_groups, core.config)
-        listed = listed_of(core.param_groups, options, core.config, core.keeper, chooser)
+        options = core.options.read(core.param_groups)
+        listed = Offer(core.param_groups, options, core.config, core.keeper).listed
         ties = [one.ties for one in describe(listed)]
         known = [one for one in ties if {*one.parts, *one.mates} <= {*component}]
         if not len(known) == len(listed) == len(self._binding.members):
@@ -188,7 +188,7 @@ class StepAudit:
         yield "weights", layout, engine.storage(one.param)
         yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded, if 8-bit
         yield "gradient", layout, self._proposal.grads[number]  # redistributed, if the step needs that
-        stages, specs = keeping(settings_of(one.group).stages), self._binding.plan.specs
+        stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
@@ -269,7 +269,7 @@ class StepAudit:
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
         return Arithmetic(
-            settings=settings_of(one.group),
+            settings=Settings.of(one.group),
             choice=choice,
             products=choice.dtype or default_dtype(choice.method, device or param.device),
             wire=_WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.stores import Stream, round_patch
+from shardmuon.options import Settings
 from shardmuon.orthogonalize import TORCH_EPS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.step.options import Settings
 from shardmuon.variants import (
     AfterStage,
     BeforeStage,

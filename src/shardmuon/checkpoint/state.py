@@ -30,10 +30,9 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters
+from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
-from shardmuon.step.kept import CARRIED, KEPT_DTYPE, loaded_over, start_kept, state_shapes, with_carried
-from shardmuon.step.options import view_of
+from shardmuon.step.kept import CARRIED, KEPT_DTYPE, start_kept, state_shapes, with_carried
 from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 

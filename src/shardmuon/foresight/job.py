@@ -32,12 +32,11 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, MuonConfig
+from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 from shardmuon.step.binding import make_spec
-from shardmuon.step.options import OptionsReader
 from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.options import Settings
 from shardmuon.routing.roles import find_places, is_table
-from shardmuon.step.options import Settings
 from shardmuon.texts import did_you_mean
 
 _PRESETS = Path(__file__).parent / "data" / "models"

@@ -71,7 +71,7 @@ from torch.torch_version import TorchVersion
 from shardmuon.comm.groups import current_world, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import REMEDY, Refused, made_public
-from shardmuon.host import Host, Progress, Stepped, Weight, caller
+from shardmuon.host import Host, Stepped, Weight, caller
 from shardmuon.layout.engines.base import Claim, Engine, Group
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.views import Ints
@@ -290,7 +290,7 @@ class DeepSpeedHost(Host):
         stage is recognized by its first call of `step`, which only creates state, with zero gradients."""
         return _refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
-    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, fault: Fault) -> None:
         """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
         try:
             # a training step begins: see [Note: one vote before the first call]
@@ -298,7 +298,7 @@ class DeepSpeedHost(Host):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
                 self._unchecked = False
-            progress.changing = True
+            core.changing = True
             if fault.cause is not None:
                 raise fault.cause
             self._step_flats(core)

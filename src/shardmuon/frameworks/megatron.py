@@ -47,15 +47,15 @@ from torch import Tensor, nn
 from shardmuon.comm.groups import GroupRef, group_ranks, num_ranks
 from shardmuon.comm.vote import Fault, gather, run_together
 from shardmuon.errors import about, made_public
-from shardmuon.host import Host, Progress, Stepped, Weight, caller
+from shardmuon.host import Host, Stepped, Weight, caller
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
-from shardmuon.options import STORED, MuonConfig
+from shardmuon.options import MuonConfig, loaded_over
 from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
 from shardmuon.routing.roles import find_places
-from shardmuon.step.kept import carry, carry_by_position, check_carried, loaded_over, take_carried
+from shardmuon.step.kept import carry, carry_by_position, check_carried, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 
@@ -161,7 +161,7 @@ def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any])
     for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"):
         if wanted and getattr(config, key, False):
             raise ValueError(f"{key}=True does not go with shardmuon. Set it to False in OptimizerConfig")
-    stored = MuonConfig(**{key: options[key] for key in STORED if key in options}).stored()
+    stored = MuonConfig(**{key: options[key] for key in MuonConfig.STORED if key in options}).stored()
     if wanted and stored:
         raise ValueError(
             f"{stored}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave it out"
@@ -518,7 +518,7 @@ class _ShardHost(_Unfinished):
         checkpoints save only Adam's kinds of state."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
-    def step(self, core: Stepped, progress: Progress, fault: Fault) -> None:
+    def step(self, core: Stepped, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):

@@ -33,7 +33,7 @@ from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
 from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_public, stays_itself
-from shardmuon.host import Hosts, clipped_by_host
+from shardmuon.host import Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, names_of
@@ -95,7 +95,7 @@ def clip_grad_norm_(
     with fault:
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
-        refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
+        refused = Hosts.clipped(one.param for one in listed) if host is None else host.clipping
     if refused is not None:  # every rank raises this: a framework owns the gradients and clips them itself
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")

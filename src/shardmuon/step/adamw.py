@@ -80,7 +80,8 @@ def _completed(
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
     """Return a row for each parameter of a group that takes part in the step: parameters with a gradient, and
-    parameters that lack one only because this rank stores none of their elements."""
+    parameters that lack one only because this rank stores none of their elements. Create missing state. Collective if a
+    gradient must be redistributed to the parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) with a parameter in this step
     found: list[Row] = []
@@ -88,19 +89,15 @@ def _completed(
         grad, engine = p.grad, engine_of(p)
         if grad is None and p.requires_grad and engine in stepped and engine.lacks_gradient(p):
             grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
-        if grad is not None:
-            found.append(row or _row(p, grad, engine, state[p]))
+        if grad is None:
+            continue
+        if row is None:
+            kept, grad = state[p], grad if engine.is_aligned(grad, p) else engine.align(grad, p)
+            init_state(p, grad, kept)
+            weight, local, moment, square = map(engine.storage, (p, grad, *map(kept.__getitem__, MOMENTS)))
+            row = Row(weight, local, moment, square, kept)
+        found.append(row)
     return found
-
-
-def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
-    """Build the row of one parameter, and create missing state. Collective if the gradient must be redistributed to the
-    parameter's layout."""
-    if not engine.is_aligned(grad, param):
-        grad = engine.align(grad, param)
-    init_state(param, grad, state)
-    weight, local, moment, square = map(engine.storage, (param, grad, *map(state.__getitem__, MOMENTS)))
-    return Row(weight, local, moment, square, state)
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ command `shardmuon plan`, which needs no job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import GroupRef, Ranks, wire_device
+from shardmuon.comm.groups import GroupRef, Ranks
 from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.bind import Listed, Table
@@ -22,21 +22,18 @@ from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.mesh import OnMesh, kept_layout
 from shardmuon.layout.pieces import ParamLayout
-from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
 from shardmuon.momentum.stores import mix_
-from shardmuon.options import MuonConfig
+from shardmuon.options import Group, MuonConfig, Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.plan.plan import Bucket, Kept, Plan, Policy, Spec
+from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import make_program
 from shardmuon.price.machines import machine_of
-from shardmuon.step.bucket import Bound, Buckets
-from shardmuon.step.options import Group, Settings
-from shardmuon.step.stages import WeightSet, weight_sets
-from shardmuon.variants import Stage, Stages, WeightStage, keeping
+from shardmuon.step.bucket import Buckets
+from shardmuon.step.stages import WeightSet
+from shardmuon.variants import Stage, WeightStage, keeping
 
 
 class Member(NamedTuple):
@@ -76,14 +73,14 @@ class Binding(Agreed):
         group_of: Index of each parameter's group.
         alike_members: (group, engine, dtype, device) -> indices of the parameters that share them.
         digests: Set of ranks -> digest of the plan, which must be equal on these ranks.
-        on_weights: Parameter index -> stages, for parameters with a stage on weights.
+        on_weights: Parameters with a stage on weights.
         alike: Set of ranks -> parameters that these ranks must step in the same way. The set has all ranks that share a
             parameter; but if ranks that store nothing of it may lack its gradient, only the ranks that store some of
             it.
         elsewhere: Parameters that this rank shares although it stores no elements of them, and whose gradient it may
             lack.
-        bits: Parameter index -> bit in the vote that shows whether a rank has the gradient, for parameters whose
-            gradient some ranks may lack.
+        lacking: Parameters whose gradient ranks that store nothing of them may lack.
+        bits: Parameter index -> bit in the vote that shows whether a rank has the gradient, for these parameters.
         num_bits: Number of these bits among all ranks that vote together.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
@@ -110,187 +107,130 @@ class Binding(Agreed):
             self.alike_members.setdefault(alike, []).append(number)
         shapes = [tuple(one.engine.storage(one.param).shape) for one in members]
         self.digests = {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1}
-        stages = {number: of_member.stages for number, of_member in enumerate(settings)}
-        self.on_weights = {n: of for n, of in stages.items() if any(isinstance(one, WeightStage) for one in of)}
-        self.alike, self.elsewhere = _alike(table, rank)
-        self.bits, self.num_bits = dict[int, int](), 0
+        stages = [of_member.stages for of_member in settings]
+        self.on_weights = frozenset(n for n, of in enumerate(stages) if any(isinstance(one, WeightStage) for one in of))
+        holders = [tuple(rank for rank, pieces in layout.pieces.items() if pieces) for layout in table.layouts]
+        self.lacking = frozenset(
+            number
+            for number, claim in enumerate(table.claims)
+            if claim.empty_lacks_gradient and len(holders[number]) < len(table.layouts[number].ranks)
+        )
+        self.alike, elsewhere = {ranks: list[int]() for ranks in table.sets}, list[int]()
+        numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]
+        for ranks, number in sorted(numbers, key=lambda one: one[1] in self.lacking):
+            stored = holders[number] if number in self.lacking else ranks
+            if rank in stored:
+                self.alike.setdefault(stored, []).append(number)
+            else:
+                elsewhere.append(number)
+        self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
         # cached for two selections of parameters: all of them, and those of the last step; `weight_sets` also for those
         # with new norms
-        self.buckets_without = lru_cache(maxsize=2)(partial(_buckets, plan, rank, shapes, buckets, ns_device))
-        self.weight_sets = lru_cache(maxsize=3)(partial(_weight_sets, plan, rank, shapes, self.on_weights))
-
-
-def _buckets(
-    plan: Plan,
-    rank: int,
-    shapes: Sequence[Ints],
-    buckets: Sequence[tuple[Bucket, torch.device]],  # each with the device of its parameters
-    ns_device: torch.device | None,
-    missing: frozenset[int],
-) -> Buckets:
-    found = []
-    for bucket, home in buckets:
-        device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
-        found.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device))
-    return Buckets(found)
-
-
-def _weight_sets(
-    plan: Plan, rank: int, shapes: Sequence[Ints], on_weights: Mapping[int, Stages], numbers: frozenset[int]
-) -> list[WeightSet]:
-    return weight_sets(plan, {n: stages for n, stages in on_weights.items() if n in numbers}, rank, shapes)
-
-
-def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
-    """Map sets of ranks to process groups that parameters already have for them. If there are several for a set, take
-    the first by name."""
-    found: dict[Ranks, GroupRef] = {}
-    refs: list[GroupRef | None] = []
-    for one in listed:
-        with about(one.name):
-            refs += map(GroupRef.of, engine_for(one.param, one.group).groups(one.param, one.group))
-    for ref in refs:
-        ranks = () if ref is None or not ref.group_name else tuple(sorted(ref.ranks))
-        if ref is not None and ranks and ranks == ref.ranks:
-            found[ranks] = min(found.get(ranks, ref), ref, key=lambda one: one.group_name)
-    return found
-
-
-def counts_of_lacking(table: Table) -> dict[Ranks, int]:
-    """Count, for each set of ranks, the parameters shared by these ranks whose gradients some of them may lack."""
-    found = {ranks: sum(_lacking(table, number) for number in numbers) for ranks, numbers in table.sets.items()}
-    return {ranks: count for ranks, count in found.items() if count}
-
-
-def number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-    """Assign a bit of the vote to each parameter whose gradient some ranks may lack. Numbers are unique among all ranks
-    that vote together. `everyone` has the result of `counts_of_lacking` of each rank."""
-    counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
-    if sum(counts.values()) > MOST_BITS:
-        raise Unlike(
-            f"{sum(counts.values())} parameters may lack a gradient on ranks that store nothing of them, and a vote "
-            f"has room for {MOST_BITS}. Step them in several optimizers"
+        self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
+        self.weight_sets = lru_cache(maxsize=3)(
+            lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
         )
-    for ranks in in_order(counts):
-        mine = [n for n in binding.table.sets.get(ranks, ()) if _lacking(binding.table, n)]
-        binding.bits.update((number, binding.num_bits + at) for at, number in enumerate(mine))
-        binding.num_bits += counts[ranks]
+
+    @property
+    def num_lacking(self) -> dict[Ranks, int]:
+        """Count, for each set of ranks, the parameters shared by these ranks whose gradients some of them may lack."""
+        found = {ranks: len(self.lacking.intersection(numbers)) for ranks, numbers in self.table.sets.items()}
+        return {ranks: count for ranks, count in found.items() if count}
+
+    def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
+        """Assign a bit of the vote to each parameter whose gradient some ranks may lack. Numbers are unique among all
+        ranks that vote together. `everyone` has each rank's `num_lacking`."""
+        counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
+        if sum(counts.values()) > MOST_BITS:
+            raise Unlike(
+                f"{sum(counts.values())} parameters may lack a gradient on ranks that store nothing of them, and a "
+                f"vote has room for {MOST_BITS}. Step them in several optimizers"
+            )
+        for ranks in in_order(counts):
+            mine = [n for n in self.table.sets.get(ranks, ()) if n in self.lacking]
+            self.bits.update((number, self.num_bits + at) for at, number in enumerate(mine))
+            self.num_bits += counts[ranks]
 
 
-def _lacking(table: Table, number: int) -> bool:
-    """True if some of the ranks that share a parameter store no elements of it and may therefore lack its gradient."""
-    return table.claims[number].empty_lacks_gradient and len(_holders(table.layouts[number])) < len(
-        table.layouts[number].ranks
-    )
+class Offer:
+    """Everything that this rank brings to a plan.
 
+    Args:
+        groups: The optimizer's groups.
+        options: Settings of each group; None for groups that AdamW updates.
+        config: Options of the whole optimizer.
+        keeper: Object that stores momentum.
 
-def _holders(layout: ParamLayout) -> Ranks:
-    """Return the ranks that store at least one piece of a tensor."""
-    return tuple(rank for rank, pieces in layout.pieces.items() if pieces)
+    Attributes:
+        chooser: Object that chooses how this rank orthogonalizes each matrix. Its `device` is the accelerator if
+            parameters are offloaded to the CPU, else None, which stands for the parameters' own device.
+        listed: This rank's parameters.
+        stamp: Properties of this machine on which the bits of matrix products depend.
+        refs: Set of ranks -> a process group that parameters already have for it, the first by name.
+    """
 
-
-def _alike(table: Table, rank: int) -> tuple[dict[Ranks, list[int]], frozenset[int]]:
-    """Determine which ranks must step which parameters in the same way (`Binding.alike`), and which shared parameters
-    have no elements on this rank (`Binding.elsewhere`). All ranks of a set list its parameters in the same order."""
-    found: dict[Ranks, list[int]] = {ranks: [] for ranks in table.sets}
-    elsewhere: list[int] = []
-    numbers = [(ranks, number) for ranks, of_set in table.sets.items() for number in of_set]
-    # parameters whose gradient some ranks may lack come last
-    for ranks, number in sorted(numbers, key=lambda one: _lacking(table, one[1])):
-        holders = _holders(table.layouts[number]) if _lacking(table, number) else ranks
-        if rank in holders:
-            found.setdefault(holders, []).append(number)
-        else:
-            elsewhere.append(number)
-    return found, frozenset(elsewhere)
-
-
-def listed_of(
-    groups: Sequence[Group],
-    options: Sequence[Settings | None],
-    config: MuonConfig,
-    keeper: Keeper,
-    chooser: Chooser,
-) -> list[Listed]:
-    found, whole = [], config.text()
-    for index, (group, settings) in enumerate(zip(groups, options, strict=True)):
-        named = bool(names_of(group)) or keeper.rounds
-        for name, p in named_params(group, index):
-            if settings is None:
+    def __init__(
+        self, groups: Sequence[Group], options: Sequence[Settings | None], config: MuonConfig, keeper: Keeper
+    ) -> None:
+        self._groups, self._options, self._config, self._keeper = groups, options, config, keeper
+        homes = (offloaded_from(p) for group in groups if group["use_muon"] for p in group["params"])
+        self.chooser = replace(config.chooser(), device=next((home for home in homes if home is not None), None))
+        self.listed, self.refs, whole = list[Listed](), dict[Ranks, GroupRef](), config.text()
+        for index, (group, settings) in enumerate(zip(groups, options, strict=True)):
+            named = bool(names_of(group)) or keeper.rounds
+            for name, p in named_params(group, index):
                 with about(name):
-                    refuse_flat(p)
-            elif p.requires_grad or p.grad is not None:  # a frozen parameter may have been given a gradient
-                text = f"{settings.batch} {whole} weights={p.dtype} products={_products(chooser, p.device)}"
-                found.append(Listed(name, name if named else "", p, group, settings.view, text))
-    return found
+                    if settings is None:
+                        refuse_flat(p)
+                    elif p.requires_grad or p.grad is not None:  # a frozen parameter may have been given a gradient
+                        text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
+                        self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
+                        self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
+        where = self.chooser.device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
+        # results of method "torch" also depend on torch's global precision flags
+        self.stamp = machine_stamp(where, flags=self.chooser.method == "torch")
 
+    def _products(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter's matrix products. The default on CPUs depends on hardware support, which may
+        differ from rank to rank."""
+        chooser = self.chooser
+        method = "standard" if chooser.method == "auto" else chooser.method
+        return chooser.dtype or default_dtype(method, chooser.device or param.device)
 
-def chooser_of(groups: Sequence[Group], config: MuonConfig) -> Chooser:
-    """Create the object that chooses how this rank orthogonalizes each matrix. Its `device` is the accelerator if
-    parameters are offloaded to the CPU, else None, which stands for the parameters' own device."""
-    muon = (p for group in groups if group["use_muon"] for p in group["params"])
-    homes = (home for home in map(offloaded_from, muon) if home is not None)
-    return replace(config.chooser(), device=next(homes, None))
+    def _add_refs(self, refs: Iterable[GroupRef | None]) -> None:
+        for ref in refs:
+            if ref is not None and ref.group_name and ref.ranks and ref.ranks == tuple(sorted(ref.ranks)):
+                self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
-
-def _products(chooser: Chooser, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products for parameters on a device. The default on CPUs depends on hardware support,
-    which may differ from rank to rank."""
-    method = "standard" if chooser.method == "auto" else chooser.method
-    return chooser.dtype or default_dtype(method, chooser.device or device)
-
-
-def stamp_of(chooser: Chooser, device: torch.device) -> str:
-    """Describe the properties of this machine on which the bits of matrix products depend. `device` is the device of
-    the parameters."""
-    where = chooser.device or device
-    # results of method "torch" also depend on torch's global precision flags
-    return machine_stamp(where, flags=chooser.method == "torch")
-
-
-def _notes(table: Table) -> Iterator[str]:
-    """Yield notes for the printed plan on the limits of bitwise reproducibility."""
-    for ranks in table.sets:
-        kinds: dict[str, list[int]] = {}
-        for rank in ranks:
-            kinds.setdefault(table.stamps[rank], []).append(rank)
-        if len(kinds) > 1:
-            unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in kinds.items())
-            yield f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
-
-
-def bound(
-    rank: int,
-    table: Table,
-    groups: Sequence[Group],
-    options: Sequence[Settings | None],
-    config: MuonConfig,
-    chooser: Chooser,
-    keeper: Keeper,
-) -> Binding:
-    notes = tuple(dict.fromkeys(_notes(table)))
-    of_group = {id(group): number for number, group in enumerate(groups)}
-    members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
-    for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
-        number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
-        engine.remember(param, layout.view.shape)
-        kept = partial(_kept_layout, known, engine, claim, layout)
-        of_member = options[number]
-        assert of_member is not None, "a group of matrices"
-        settings.append(of_member)
-        doubles = param.dtype == torch.float64
-        spec = make_spec(one.name, layout, of_member, param.device, chooser, doubles, kept)
-        members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
-        if keeper.dtype == "int8":
-            check_blocks(one.name, layout)
-        specs.append(spec)
-    machine, alike = machine_of(table.stamps.values()), len(set(table.stamps.values())) < 2
-    plan = make_plan(specs, Policy(config.bucket_bytes, machine, each=alike))
-    plan = replace(plan, notes=(*plan.notes, *notes))
-    planned = ["" if of_options is None else of_options.planned for of_options in options]
-    return Binding(rank, table, plan, tuple(members), settings, planned, chooser.device)
+    def bind(self, rank: int, table: Table) -> Binding:
+        """Make the plan for the parameters of a table that was made from this offer."""
+        of_group = {id(group): number for number, group in enumerate(self._groups)}
+        members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
+        for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
+            number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
+            engine.remember(param, layout.view.shape)
+            kept = partial(_kept_layout, known, engine, claim, layout)
+            of_member = self._options[number]
+            assert of_member is not None, "a group of matrices"
+            settings.append(of_member)
+            doubles = param.dtype == torch.float64
+            specs.append(make_spec(one.name, layout, of_member, param.device, self.chooser, doubles, kept))
+            members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
+            if self._keeper.dtype == "int8":
+                check_blocks(one.name, layout)
+        machines: dict[str, list[int]] = {}
+        for other, stamp in sorted(table.stamps.items()):
+            machines.setdefault(stamp, []).append(other)
+        policy = Policy(self._config.bucket_bytes, machine_of(table.stamps.values()), each=len(machines) < 2)
+        plan = make_plan(specs, policy)
+        if len(machines) > 1:
+            unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in machines.items())
+            note = f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
+            plan = replace(plan, notes=(*plan.notes, note))
+        planned = ["" if of_options is None else of_options.planned for of_options in self._options]
+        return Binding(rank, table, plan, tuple(members), settings, planned, self.chooser.device)
 
 
 def _kept_layout(

@@ -1,7 +1,7 @@
 """Execution of a step's buckets on one rank, from momentum to weights. A bucket is a set of matrices that are exchanged
 together. While one bucket is orthogonalized, the next one is gathered.
 
-`run_buckets` interleaves all buckets. `run_owners` runs one bucket: it gathers whole matrices on the ranks that
+`Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
 orthogonalize them (their owners), orthogonalizes, scatters the results, and relays them to further replicas. Exchanges
 are passed in as functions, so that real and simulated ranks run the same code.
 """
@@ -10,39 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import Pending, Traffic, group_for, start
+from shardmuon._torch import foreach_copy_
+from shardmuon.comm.groups import Pending, Traffic, group_for, start, wire_device
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import FiniteWatch, default_dtype, orthogonalize
+from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import Copy, Program, Wire
+from shardmuon.plan.plan import Bucket, Plan
+from shardmuon.plan.program import Copy, KeptLoad, Program, Wire, make_program
 from shardmuon.price.clock import turns
-from shardmuon.step.batch import BatchStages
-from shardmuon.step.update import KeptSide, Side, Work, apply_results, sides_of_batches, update_momentum
+from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
+from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, number of elements to each rank, from each rank)
-
-
-class Kernel(NamedTuple):
-    """Device and watch for the orthogonalization of all buckets.
-
-    Attributes:
-        device: Device on which matrices are orthogonalized; None: the device of a bucket's exchange buffers.
-        watch: Object that reports results that are not finite, see `orthogonalize`.
-    """
-
-    device: torch.device | None = None
-    watch: FiniteWatch | None = None
+_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, number of elements to each rank, from each rank)
 
 
 class Bound:
@@ -54,6 +42,7 @@ class Bound:
         program: This rank's program for a bucket of the plan.
         shapes: Shape of this rank's local storage of each parameter.
         device: Device of the exchange buffers.
+        ns_device: Device on which matrices are orthogonalized; None: `device`.
 
     Attributes:
         dtype: Dtype of exchange buffers and batches.
@@ -66,13 +55,20 @@ class Bound:
         scattered: Tiles whose results this rank receives in the scatter.
         late: Tiles whose results this rank receives in the relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
-        kept: State of the variant's stages for each batch.
+        kept: For each batch, the state of each of the variant's stages that has any.
         told, heard: State of the variant's stages that this rank sends and receives in the scatter.
         told_on, heard_late: State of the variant's stages that this rank sends and receives in the relay.
     """
 
-    def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
-        self.plan, self.program, self.device = plan, program, device
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        shapes: Sequence[Ints],
+        device: torch.device = _CPU,
+        ns_device: torch.device | None = None,
+    ) -> None:
+        self.plan, self.program, self.device, self.ns_device = plan, program, device, ns_device
         self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], program.num_owned
         self.moves = program.bucket.exchange
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
@@ -89,7 +85,7 @@ class Bound:
                 (*program.own, *scatter.tiles),
             )
         )
-        self.kept = sides_of_batches(plan, program)
+        self.kept = [list(_kept_of(plan, program.rank, batch.items)) for batch in program.batches]
         self.told, self.heard, self.told_on, self.heard_late = (
             KeptSide(plan, loads) for loads in (scatter.told, scatter.heard, relay.told, relay.heard)
         )
@@ -104,95 +100,119 @@ class Bound:
         """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
+    def run(self, work: Work, watch: FiniteWatch | None, exchange: _Exchange) -> Iterator[None]:
+        """Run one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
+        buckets can proceed: see `shardmuon.plan.turns.turns`.
+
+        Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
+        """
+        program, gathers = self.program, self.program.bucket.gathers
+        gather, scatter, relay = program.gather, program.scatter, program.relay
+        pending: list[Pending] = []  # popped before the wait, so that no reference keeps the send buffer alive
+        if gathers:
+            send = self.buffer(gather.sent)
+            self.gathered.update_momentum(work, self.gathered.on(send))
+            pending.append(exchange(send, gather.sent, gather.came))
+            del send
+        batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
+        own = self.own.on(batches)
+        self.own.update_momentum(work, own)
+        self.late.update_momentum(work, None)  # tiles whose results another replica relays
+        yield
+        if gathers:
+            _copy(gather.copies, pending.pop().wait(), batches)
+        _orthogonalize(self, work, watch, batches)
+        if gathers:
+            pending.append(exchange(_results(self, scatter, self.told, work, batches), scatter.sent, scatter.came))
+        yield
+        came = pending.pop().wait() if gathers else None
+        if came is not None:
+            if scatter.heard:
+                self.heard.hear(came, work.kept)
+            own += self.scattered.on(came)
+        passed = None if relay is None else _results(self, relay, self.told_on, work, batches, came)
+        self.held.apply_results(work, own, like_torch=self.like_torch)
+        if passed is None or relay is None:
+            return
+        del batches, own, came
+        pending.append(exchange(passed, relay.sent, relay.came))
+        del passed
+        yield
+        came = pending.pop().wait()
+        if relay.heard:
+            self.heard_late.hear(came, work.kept)
+        self.late.apply_results(work, self.late.on(came), like_torch=self.like_torch)
+
 
 class Buckets:
     """This rank's buckets for a step in which certain parameters have gradients. Cached between steps.
 
+    Args:
+        plan: The plan.
+        rank: This rank.
+        shapes: Shape of this rank's local storage of each parameter.
+        buckets: This rank's buckets of the plan, each with the device of its parameters.
+        ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
+        missing: Parameters without a gradient.
+
     Attributes:
-        bounds: The buckets, in the plan's order.
+        bounds: The buckets without these parameters, in the plan's order.
         order: The order of the buckets' operations, see `shardmuon.price.clock.turns`.
         moves: True if anything is exchanged, so that other ranks may wait for this rank.
     """
 
-    def __init__(self, bounds: list[Bound]) -> None:
-        relays = [bound.program.relay is not None for bound in bounds]
-        self.bounds, self.moves = bounds, any(bound.moves for bound in bounds)
-        self.order = list(turns(relays, [bound.program.bucket.ranks for bound in bounds]))
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        shapes: Sequence[Ints],
+        buckets: Sequence[tuple[Bucket, torch.device]],
+        ns_device: torch.device | None,
+        missing: frozenset[int],
+    ) -> None:
+        self.bounds: list[Bound] = []
+        for bucket, home in buckets:
+            device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
+            self.bounds.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device, ns_device))
+        self.moves = any(bound.moves for bound in self.bounds)
+        relays = [bound.program.relay is not None for bound in self.bounds]
+        self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
 
+    def run(self, work: Work, watch: FiniteWatch, traffic: Traffic) -> None:
+        """Run all buckets of a step, by turns. Collective among the ranks of each bucket.
 
-def run_buckets(buckets: Buckets, work: Work, kernel: Kernel, traffic: Traffic) -> None:
-    """Run all buckets of a step. Collective among the ranks of each bucket.
+        Args:
+            work: This step's tensors.
+            watch: Object that reports results that are not finite, see `orthogonalize`.
+            traffic: Counters of exchanges and matrices, updated in place.
 
-    Args:
-        buckets: This rank's buckets.
-        work: This step's tensors.
-        kernel: Device and watch for the orthogonalization.
-        traffic: Counters of exchanges and matrices, updated in place.
-
-    Raises:
-        ExchangeError: This rank or another one failed in the middle of the step. The message has the bucket and the
-            operation.
-    """
-    runs: dict[int, Iterator[None]] = {}
-    bounds = buckets.bounds
-    for turn, i in buckets.order:
-        bound = bounds[i]
-        try:
-            if turn == "begin":
-                group = group_for(bound.program.bucket.ranks) if bound.moves else None
-                runs[i] = run_owners(bound, work, kernel, partial(start, group, traffic))
-                traffic.orthogonalized += bound.num_owned
-            next(runs[i], None)  # None: a generator ends without yielding in its last turn
-        except ExchangeError:
-            raise
-        except Exception as error:
-            if not buckets.moves:
+        Raises:
+            ExchangeError: This rank or another one failed in the middle of the step. The message has the bucket and the
+                operation.
+        """
+        runs: dict[int, Iterator[None]] = {}
+        for turn, i in self.order:
+            bound = self.bounds[i]
+            try:
+                if turn == "begin":
+                    group = group_for(bound.program.bucket.ranks) if bound.moves else None
+                    runs[i] = bound.run(work, watch, partial(start, group, traffic))
+                    traffic.orthogonalized += bound.num_owned
+                next(runs[i], None)  # None: a generator ends without yielding in its last turn
+            except ExchangeError:
                 raise
-            raise named(error, f"{bound}, {turn}", HALF_DONE) from error
+            except Exception as error:
+                if not self.moves:
+                    raise
+                raise named(error, f"{bound}, {turn}", HALF_DONE) from error
 
 
-def run_owners(bound: Bound, work: Work, kernel: Kernel, exchange: Exchange) -> Iterator[None]:
-    """Run one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
-    buckets can proceed: see `shardmuon.price.clock.turns`.
-
-    Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
-    """
-    program, gathers = bound.program, bound.program.bucket.gathers
-    gather, scatter, relay = program.gather, program.scatter, program.relay
-    pending: list[Pending] = []  # popped before the wait, so that no reference keeps the send buffer alive
-    if gathers:
-        send = bound.buffer(gather.sent)
-        update_momentum(bound.gathered, work, bound.gathered.on(send))
-        pending.append(exchange(send, gather.sent, gather.came))
-        del send
-    batches = torch.empty(program.batch_numel, dtype=bound.dtype, device=kernel.device or bound.device)
-    own = bound.own.on(batches)
-    update_momentum(bound.own, work, own)
-    update_momentum(bound.late, work, None)  # tiles whose results another replica relays
-    yield
-    if gathers:
-        _copy(gather.copies, pending.pop().wait(), batches)
-    _orthogonalize(bound, work, kernel, batches)
-    if gathers:
-        pending.append(exchange(_results(bound, scatter, bound.told, work, batches), scatter.sent, scatter.came))
-    yield
-    came = pending.pop().wait() if gathers else None
-    if came is not None:
-        if scatter.heard:
-            bound.heard.hear(came, work.kept)
-        own += bound.scattered.on(came)
-    passed = None if relay is None else _results(bound, relay, bound.told_on, work, batches, came)
-    apply_results(bound.held, work, own, like_torch=bound.like_torch)
-    if passed is None or relay is None:
-        return
-    del batches, own, came
-    pending.append(exchange(passed, relay.sent, relay.came))
-    del passed
-    yield
-    came = pending.pop().wait()
-    if relay.heard:
-        bound.heard_late.hear(came, work.kept)
-    apply_results(bound.late, work, bound.late.on(came), like_torch=bound.like_torch)
+def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
+    """Locate the stage state of a batch of matrices, for each stage that has state."""
+    batch = [plan.items[number] for number in items]
+    for number in range(len(plan.specs[batch[0].param].kept)):
+        tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
+        yield KeptSide(plan, [KeptLoad(item.param, number, tile) for item, tile in zip(batch, tiles, strict=True)])
 
 
 def _results(
@@ -224,14 +244,14 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
             other.copy_(one)
 
 
-def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) -> None:
+def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
     """Orthogonalize the matrices that this rank owns, in place in the buffer of batches."""
     for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
         stages, fed, unit, overwrite = None, x, False, True
         if settings.stages:
-            stages = BatchStages(settings.stages, [side.of(work.kept) for side in of_batch], x)
+            stages = _BatchStages(settings.stages, [side.of(work.kept) for side in of_batch], x)
             products = choice.dtype or default_dtype(choice.method, x.device)
             fed, unit = stages.before(None if choice.method == "torch" else products)
             overwrite = stages.may_take(fed.dtype, products)
@@ -240,7 +260,7 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
             settings.coefficients,
             method=choice.method,
             dtype=choice.dtype,
-            watch=kernel.watch,
+            watch=watch,
             overwrite=overwrite,
             unit=unit,
         )
@@ -249,3 +269,61 @@ def _orthogonalize(bound: Bound, work: Work, kernel: Kernel, batches: Tensor) ->
         elif out is not x:
             x.copy_(out)
         del stages, fed, out  # frees memory for the next batch, since these may have a wide dtype
+
+
+class _BatchStages:
+    """The stages of a variant, to be run on one batch of matrices in one step. See [Note: stages] and [Note: what a
+    stage keeps] in variants/base.py.
+
+    Args:
+        stages: Stages of the batch's matrices.
+        stored: State tensors of each matrix, for each stage of `keeping(stages)`.
+        place: The batch, which the results overwrite: (B, rows, cols) with aligned matrices, in the dtype of exchanges.
+    """
+
+    def __init__(self, stages: Stages, stored: Sequence[Sequence[Tensor]], place: Tensor) -> None:
+        self.place = place
+        self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
+        self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
+        self._kept: dict[str, Sequence[Tensor]] = {}  # key -> state of each matrix, fp32, on the batch's device
+        # pairs of state that is stored on another device and its copy on the batch's device
+        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        for stage, rows in zip(keeping(stages), stored, strict=True):
+            here = rows
+            if rows[0].device != place.device:
+                here = torch.stack(list(rows)).to(place.device).unbind(0)
+                self._moved.append((rows, here))
+            self._kept[stage.key] = here
+
+    def before(
+        self,
+        products: torch.dtype | None,  # dtype of the matrix products; None: orthogonalize exactly as torch.optim.Muon
+    ) -> tuple[Tensor, bool]:  # the input of the orthogonalization, (B, rows, cols); True if its norms are 1
+        """Run the stages that precede the orthogonalization, on a CPU one matrix at a time. They work in place, or on
+        an fp32 copy if the batch has half precision and the matrix products have another dtype."""
+        x = self.place
+        if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
+            x = empty_batch(x.shape, torch.float32, x.device)
+            foreach_copy_([x], [self.place])
+        for matrices in x.split(1) if x.device.type == "cpu" else (x,):
+            for stage in self._before:
+                stage.run_(matrices)
+        return x, bool(self._before)
+
+    def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
+        """True if the orthogonalization may overwrite its input, which makes the result's dtype that of the input,
+        `fed`. Otherwise the result has the dtype of the matrix products, at least for a batch of one matrix. The stages
+        that follow need a dtype that does not depend on the size of the batch, since other layouts have other batches.
+        """
+        return fed == products or not self._after
+
+    def finish(self, out: Tensor) -> None:  # (B, rows, cols), may be overwritten
+        """Run the stages that follow the orthogonalization, write the results to the batch, and copy changed state back
+        to the device on which it is stored."""
+        if self._after:
+            out = out.to(torch.promote_types(out.dtype, self.place.dtype))
+            scaled_(self._after, out, self._kept)
+        if out is not self.place:
+            self.place.copy_(out)
+        for stored, here in self._moved:
+            foreach_copy_(stored, here)

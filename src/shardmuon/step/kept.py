@@ -1,4 +1,4 @@
-"""State of the stages of variants (stage state): its creation, its checks, and its storage in group options if a
+"""State of the stages of variants (stage state): its creation, and its storage in group options if a
 framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants.py.
 
 [Note: carried state]
@@ -18,9 +18,7 @@ from torch import Tensor
 
 from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping, stages_of
-
-Settled = MutableMapping[Tensor, bool]  # stored weight norms that some step has checked
+from shardmuon.variants import KEPT_KEYS, Stages, keeping, stages_of
 
 KEPT_DTYPE = torch.float32  # whatever the dtypes of weights and matrix products
 
@@ -36,45 +34,8 @@ def start_kept(
 ) -> dict[str, Tensor]:
     """Create zeros for each missing state tensor, on the parameter's device. `stacked` is True if the parameter is a
     stack of matrices."""
-    made: dict[str, Tensor] = {}
-    for key, shape in shapes.items():
-        if state.get(key) is None:
-            made[key] = engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked)
-    return made
-
-
-def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
-    """Return the keys of missing state tensors, and of weight norms that no step has checked since they were created or
-    loaded. (If checkpointing creates state before the first step, norms are 0, which means unknown.)
-
-    Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and state that
-    only one rank has lost would restart from zeros on this rank.
-    """
-    on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
-    keys = [stage.key for stage in keeping(stages)]
-    return tuple(k for k in keys if state.get(k) is None or (k in on_weights and state[k] not in settled))
-
-
-def stored_kept(
-    shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
-) -> tuple[Tensor, ...]:
-    """Return the local storage of each state tensor of a parameter, in the order of `shapes`.
-
-    Raises:
-        ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
-    """
-    found: list[Tensor] = []
-    for key, shape in shapes.items():
-        local = engine.kept_storage(state.get(key), param, shape, stacked=stacked)
-        if isinstance(local, Tensor) and local.dtype != KEPT_DTYPE:
-            local = f"of dtype {local.dtype}, not {KEPT_DTYPE}"
-        if isinstance(local, str):
-            raise ValueError(
-                f"its {key} is {local}: the state was made for another layout or variant. Load it through "
-                f"torch.distributed.checkpoint, which reshards it, or delete it: del optimizer.state[param][{key!r}]"
-            )
-        found.append(local)
-    return tuple(found)
+    missing = {key: shape for key, shape in shapes.items() if state.get(key) is None}
+    return {key: engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked) for key, shape in missing.items()}
 
 
 CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
@@ -126,16 +87,6 @@ def with_carried(
             key = group["params"][int(position)]
             found[key] = {**found.get(key, {}), **kept}
     return found
-
-
-def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a saved group's options (`theirs`) over those of the optimizer's group (`mine`). If the saved group has no
-    variant, the optimizer's variant stays: missing stage state then raises an error, instead of the variant being
-    dropped silently."""
-    group = {**mine, **theirs}
-    if mine.get("variant") is not None and group["variant"] is None:
-        group["variant"] = mine["variant"]
-    return group
 
 
 def check_carried(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -79,6 +79,26 @@ class WeightSet:
         self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
         self._kept = KeptSide(plan, kept)
 
+    @classmethod
+    def of_rank(cls, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
+        """Make the weight sets of a rank. All ranks process their sets in this order, which depends only on the content
+        of the sets.
+
+        Args:
+            plan: The plan.
+            stages: Index of a parameter -> its stages, for the parameters to be processed: before the update, those
+                with new norms; after it, those with gradients. All ranks that share a parameter must agree on this.
+            rank: The rank.
+            shapes: Shape of the rank's local storage of each parameter of the plan.
+        """
+        found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
+        for param, of_param in stages.items():
+            if any(isinstance(stage, WeightStage) for stage in of_param):
+                spec = plan.specs[param]
+                key = len(spec.layout.ranks), spec.layout.ranks, spec.kind, repr(_on_weights(of_param))
+                found.setdefault(key, {})[param] = of_param
+        return [cls(plan, of_set, rank, shapes) for _, of_set in sorted(found.items(), key=lambda one: one[0])]
+
     def __str__(self) -> str:
         return self._text
 
@@ -146,26 +166,6 @@ def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
 
 def _on_weights(stages: Stages) -> WeightStage:
     return next(stage for stage in stages if isinstance(stage, WeightStage))
-
-
-def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-    """Make the weight sets of a rank. All ranks process their sets in this order, which depends only on the content of
-    the sets.
-
-    Args:
-        plan: The plan.
-        stages: Index of a parameter -> its stages, for the parameters to be processed: before the update, those with
-            new norms; after it, those with gradients. All ranks that share a parameter must agree on this.
-        rank: The rank.
-        shapes: Shape of the rank's local storage of each parameter of the plan.
-    """
-    found: dict[tuple[int, Ranks, str, str], dict[int, Stages]] = {}
-    for param, of_param in stages.items():
-        if any(isinstance(stage, WeightStage) for stage in of_param):
-            spec = plan.specs[param]
-            key = len(spec.layout.ranks), spec.layout.ranks, spec.kind, repr(_on_weights(of_param))
-            found.setdefault(key, {})[param] = of_param
-    return [WeightSet(plan, of_set, rank, shapes) for _, of_set in sorted(found.items(), key=lambda one: one[0])]
 
 
 # ------------------------------------------------------------------------------------------------- matrices of zeros

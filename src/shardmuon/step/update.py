@@ -31,13 +31,12 @@ from shardmuon._torch import (
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView, row_major
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
-from shardmuon.options import lr_scale
+from shardmuon.options import Settings, lr_scale
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import BufferPlace, KeptLoad, Load, Program
-from shardmuon.step.options import Settings
+from shardmuon.plan.program import BufferPlace, KeptLoad, Load
 
-Kind = tuple[object, ...]
-Stored = Sequence[Sequence[Tensor]]  # for each parameter, the fp32 state tensors of its variant's stages on this rank
+_Kind = tuple[object, ...]
+_Stored = Sequence[Sequence[Tensor]]  # for each parameter, the fp32 state tensors of its variant's stages on this rank
 
 
 @dataclass
@@ -59,13 +58,13 @@ class Work:
     settings: list[Settings]
     kept: list[tuple[Tensor, ...]] = field(default_factory=list)
     rounding: dict[int, Rounding] = field(default_factory=dict)
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[_Kind] = field(default_factory=list)
 
 
 # Largest number of elements in one list operation, unless it has a single tile. This bounds temporaries of momentum and
 # of updates of half-precision weights. On a CPU they fit in the cache; on other devices, this many elements are enough
 # for one kernel launch to be efficient.
-PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
+_PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles with equal sizes and strides at
 # equal distances; its first dim counts the tiles.
@@ -73,7 +72,7 @@ _Row = tuple[Ints, Ints, int]
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]  # takes the entries of certain tiles out of a list for all tiles
 
 
-def dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
+def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
     """Split tiles into portions with tiles of one kind and at most `limit` elements, or with a single larger tile.
     Return the indices of the tiles in each portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
@@ -122,7 +121,7 @@ class Side:
         # cache for each tile: strides of the local tensor -> offset and strides of the tile
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        self._dealt_for: tuple[list[Kind], int] | None = None  # (kinds, limit) of the cached portions
+        self._dealt_for: tuple[list[_Kind], int] | None = None  # (kinds, limit) of the cached portions
         self._dealt: list[tuple[list[int], _Pick]] = []
 
     @cached_property
@@ -155,13 +154,95 @@ class Side:
         indices of its tiles, and a function that selects their entries from a list with one entry per tile."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
-        limit = PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
+        limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
         kinds = list(map(work.kinds.__getitem__, self.params))
         if self._dealt_for != (kinds, limit):
             sizes = [load.tile.numel for load in self.loads]
-            self._dealt = [(places, _pick(places)) for places in dealt(sizes, kinds, limit)]
+            self._dealt = [(places, _pick(places)) for places in _dealt(sizes, kinds, limit)]
             self._dealt_for = kinds, limit
         return self._dealt
+
+    def update_momentum(
+        self,
+        work: Work,
+        targets: Sequence[Tensor] | None,  # per tile, overwritten with the input of orthogonalization; None: not needed
+    ) -> None:
+        """Update the momentum of the tiles, and write the input of the orthogonalization to `targets`."""
+        if not self.loads:
+            return
+        grads, momenta = self.of(work.grads), self.of(work.momenta)
+        for places, of in self.portions(work):
+            first = self.params[places[0]]
+            s, given, kept = work.settings[first], of(grads), of(momenta)
+            out = None if targets is None else of(targets)
+            if first in work.rounding and work.rounding[first].momentum is not None:
+                for at, i in enumerate(places):
+                    self._update_rounded(work, i, kept[at], given[at], None if out is None else out[at])
+                continue
+            device = given[0].device
+            loaded = kept if kept[0].device == device else [m.to(device) for m in kept]
+            momentum_(out, given, loaded, momentum=s.momentum, nesterov=s.nesterov)
+            if loaded is not kept:
+                foreach_copy_(kept, loaded)
+
+    def _update_rounded(self, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
+        param = self.params[at]
+        settings, rounding, codes = work.settings[param], work.rounding[param], work.momenta[param]
+        assert rounding.momentum is not None and codes is not None
+        stored = [kept]
+        if rounding.scales is not None:
+            stored.append(_scales_of(self.loads[at].tile, self.views[at], codes, rounding.scales))
+        patch, stream = self.patches[at], rounding.momentum
+        step_stored_(
+            stored, grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov
+        )
+
+    def apply_results(
+        self,
+        work: Work,
+        updates: Sequence[Tensor],  # orthogonalized update of each tile
+        *,
+        # use torch.optim.Muon's own operations, unless weights decay cautiously or round stochastically
+        like_torch: bool,
+    ) -> None:
+        """Apply weight decay and the orthogonalized updates to the weights of the tiles."""
+        if not self.loads:
+            return
+        weights = self.of(work.weights)
+        for places, of in self.portions(work):
+            first = self.params[places[0]]
+            s, chosen, added = work.settings[first], of(weights), of(updates)
+            shapes, device = of(self.shapes), chosen[0].device
+            if any(update.device != device for update in added):
+                added = [update.to(device) for update in added]
+            rounded: list[Callable[[Tensor], Tensor]] | None = None
+            if first in work.rounding and work.rounding[first].weights is not None:
+                rounded = [
+                    partial(round_patch, cast("Stream", work.rounding[self.params[i]].weights), self.patches[i])
+                    for i in places
+                ]
+            elif like_torch and not s.cautious:
+                for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
+                    scale = lr_scale(s.adjust_lr_fn, *shape)
+                    _apply_like_torch_(w, u, s.given_lr, scale, self.patches[i], shape, weight_decay=s.weight_decay)
+                continue
+            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape) for shape in shapes]
+            apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
+
+
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # row dims, then blocks
+    """Return the scales of a tile with 8-bit momentum, as a view of the scales that this rank stores for the parameter.
+    The tile must start at a block boundary."""
+    rows = view.num_row_dims
+    first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
+    column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
+    num_cols = tile.sizes[len(tile.sizes) - len(view.shape) + rows :]
+    kept = len(tile.sizes) - len(num_cols)
+    return scales.as_strided(
+        (*tile.sizes[:kept], -(-torch.Size(num_cols).numel() // BLOCK)),
+        (*strides[:kept], scales.stride(-1)),
+        scales.storage_offset() + first + column // BLOCK * scales.stride(-1),
+    )
 
 
 def _rows(loads: Sequence[Load]) -> list[_Row]:
@@ -189,17 +270,17 @@ class KeptSide:
         tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
         self._side = Side(tiles, views, [()] * len(tiles))
 
-    def of(self, stored: Stored) -> list[Tensor]:  # 1-D each, fp32
+    def of(self, stored: _Stored) -> list[Tensor]:  # 1-D each, fp32
         """Make a view of each matrix's stage state in this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
-    def tell(self, stored: Stored, wire: Tensor) -> None:
+    def tell(self, stored: _Stored, wire: Tensor) -> None:
         """Write the stage state to an exchange buffer, bit for bit."""
         targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
         foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
-    def hear(self, wire: Tensor, stored: Stored) -> None:
+    def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state from a receive buffer to this rank's state tensors."""
         # `cat` copies to new memory first, since a place in the buffer may not be aligned for fp32
         came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
@@ -217,162 +298,53 @@ def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of
     return whole.view(wire.dtype).to(wire.device)
 
 
-def sides_of_batches(plan: Plan, program: Program) -> list[list[KeptSide]]:
-    """Locate the stage state of the matrices in each batch. The result has a list per batch, with one entry per stage
-    that has state."""
-    found = []
-    for batch in program.batches:
-        items = [plan.items[number] for number in batch.items]
-        sides = []
-        for number in range(len(plan.specs[items[0].param].kept)):
-            tiles = [plan.specs[i.param].kept[number].layout.tiles[i.matrix][program.rank][0] for i in items]
-            loads = [KeptLoad(item.param, number, tile) for item, tile in zip(items, tiles, strict=True)]
-            sides.append(KeptSide(plan, loads))
-        found.append(sides)
-    return found
-
-
-def update_momentum(
-    side: Side,
-    work: Work,
-    targets: Sequence[Tensor] | None,  # per tile, overwritten with the input of orthogonalization; None: not needed
-) -> None:
-    """Update the momentum of the tiles of `side`, and write the input of the orthogonalization to `targets`."""
-    if not side.loads:
-        return
-    grads, momenta = side.of(work.grads), side.of(work.momenta)
-    for places, of in side.portions(work):
-        first = side.params[places[0]]
-        s, given, kept = work.settings[first], of(grads), of(momenta)
-        out = None if targets is None else of(targets)
-        if first in work.rounding and work.rounding[first].momentum is not None:
-            for at, i in enumerate(places):
-                _update_rounded(side, work, i, kept[at], given[at], None if out is None else out[at])
-            continue
-        device = given[0].device
-        loaded = kept if kept[0].device == device else [m.to(device) for m in kept]
-        if out is None:
-            momentum_(given, loaded, momentum=s.momentum, nesterov=False)
-        else:
-            momentum_into_(out, given, loaded, momentum=s.momentum, nesterov=s.nesterov)
-        if loaded is not kept:
-            foreach_copy_(kept, loaded)
-
-
-def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
-    param = side.params[at]
-    settings, rounding, codes = work.settings[param], work.rounding[param], work.momenta[param]
-    assert rounding.momentum is not None and codes is not None
-    stored = [kept]
-    if rounding.scales is not None:
-        stored.append(_scales_of(side.loads[at].tile, side.views[at], codes, rounding.scales))
-    patch, stream = side.patches[at], rounding.momentum
-    step_stored_(stored, grad, out, patch=patch, stream=stream, momentum=settings.momentum, nesterov=settings.nesterov)
-
-
-def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # row dims, then blocks
-    """Return the scales of a tile with 8-bit momentum, as a view of the scales that this rank stores for the parameter.
-    The tile must start at a block boundary."""
-    rows = view.num_row_dims
-    first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
-    column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
-    num_cols = tile.sizes[len(tile.sizes) - len(view.shape) + rows :]
-    kept = len(tile.sizes) - len(num_cols)
-    return scales.as_strided(
-        (*tile.sizes[:kept], -(-torch.Size(num_cols).numel() // BLOCK)),
-        (*strides[:kept], scales.stride(-1)),
-        scales.storage_offset() + first + column // BLOCK * scales.stride(-1),
-    )
-
-
-def apply_results(
-    side: Side,
-    work: Work,
-    updates: Sequence[Tensor],  # orthogonalized update of each tile
-    *,
-    like_torch: bool,  # use torch.optim.Muon's own operations, unless weights decay cautiously or round stochastically
-) -> None:
-    """Apply weight decay and the orthogonalized updates to the weights of the tiles of `side`."""
-    if not side.loads:
-        return
-    weights = side.of(work.weights)
-    for places, of in side.portions(work):
-        first = side.params[places[0]]
-        s, chosen, added = work.settings[first], of(weights), of(updates)
-        shapes, device = of(side.shapes), chosen[0].device
-        if any(update.device != device for update in added):
-            added = [update.to(device) for update in added]
-        rounded: list[Callable[[Tensor], Tensor]] | None = None
-        if first in work.rounding and work.rounding[first].weights is not None:
-            streams = (cast("Stream", work.rounding[side.params[i]].weights) for i in places)
-            rounded = [partial(round_patch, stream, side.patches[i]) for stream, i in zip(streams, places, strict=True)]
-        elif like_torch and not s.cautious:
-            for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
-                scale = lr_scale(s.adjust_lr_fn, *shape)
-                apply_like_torch_(w, u, s.given_lr, scale, side.patches[i], shape, weight_decay=s.weight_decay)
-            continue
-        alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape) for shape in shapes]
-        apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
-
-
 # -------------------------------------------------------------------------------------------------------- Muon's rules
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
+    out: Sequence[Tensor] | None,  # receives the input of orthogonalization; one dtype, no memory shared with gradients
     grads: Sequence[Tensor],  # local views of one dtype, not written to
     buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
     *,
     momentum: float,
     nesterov: bool,
-) -> Sequence[Tensor]:  # input of orthogonalization; with nesterov=False the buffers themselves
-    """Update the momentum by B <- B + (1 - momentum) (G - B). Return G + momentum (B - G) with Nesterov momentum, else
-    B. The same as in torch.optim.Muon."""
-    if grads[0].dtype != buffers[0].dtype:
-        grads = foreach_to(grads, buffers)
-    foreach("lerp_", buffers, grads, weight=1 - momentum)
-    return foreach("lerp", grads, buffers, weight=momentum) if nesterov else buffers
-
-
-def momentum_into_(
-    out: Sequence[Tensor],  # receives the input of orthogonalization; one dtype, no memory shared with the gradients
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    *,
-    momentum: float,
-    nesterov: bool,
 ) -> None:
-    """Call `momentum_` and write its result to `out`. On a CPU, this takes no temporaries if `out` has the momentum's
-    dtype.
+    """Update the momentum by B <- B + (1 - momentum) (G - B). With Nesterov momentum, write G + momentum (B - G) to
+    `out`, else B. The same as in torch.optim.Muon.
 
-    Accelerators use a temporary, because they process a list of tensors in one launch only if all tensors are dense,
-    and tiles of a batch may have gaps.
+    On a CPU, this takes no temporaries if `out` has the momentum's dtype. Accelerators use a temporary, because
+    they process a list of tensors in one launch only if all tensors are dense, and tiles of a batch may have gaps.
     """
-    first, last = out[0], buffers[0]
-    in_place = nesterov and first.dtype == last.dtype and first.device.type == last.device.type == "cpu"
-    for to, given, stored in in_cache(out, grads, buffers):
+    places, last = buffers if out is None else out, buffers[0]
+    in_place = out is not None and nesterov and places[0].dtype == last.dtype
+    in_place = in_place and places[0].device.type == last.device.type == "cpu"
+    for to, given, stored in _in_cache(places, grads, buffers):
         if in_place:
             results, kept = list(to), list(stored)
             torch._foreach_copy_(results, list(given))
             torch._foreach_lerp_(kept, results, weight=1 - momentum)
             torch._foreach_lerp_(results, kept, weight=momentum)
-        else:
-            foreach_copy_(to, momentum_(given, stored, momentum=momentum, nesterov=nesterov))
+            continue
+        summands = given if given[0].dtype == stored[0].dtype else foreach_to(given, stored)
+        foreach("lerp_", stored, summands, weight=1 - momentum)
+        if out is not None:
+            foreach_copy_(to, foreach("lerp", summands, stored, weight=momentum) if nesterov else stored)
 
 
-def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
+def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
     """Split lists of tensors into slabs that fit in a CPU's cache; on other devices, yield the lists unchanged. Tensors
     at the same index of the lists have the same shape.
 
     Only lists of one tensor are split, because `Side.portions` has already limited the size of longer lists.
     """
     first = columns[0][0]
-    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION:
+    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= _PORTION:
         yield columns
         return
     dim = next(dim for dim, size in enumerate(first.shape) if size > 1)
-    step = max(1, PORTION * first.shape[dim] // first.numel())
+    step = max(1, _PORTION * first.shape[dim] // first.numel())
     yield from zip(*(((slab,) for slab in column[0].split(step, dim)) for column in columns), strict=True)
 
 
@@ -390,11 +362,11 @@ def apply_(
     never works against the update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
-    for stored, given in [(params, updates)] if rounded else in_cache(params, updates):
+    for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
         weights = foreach_to(stored, stored, torch.float32) if half else stored
         if weight_decay and cautious:
             for w, update in zip(weights, given, strict=True):
-                decay_agreeing_(w, update * w, factor)
+                _decay_agreeing_(w, update * w, factor)
         elif weight_decay:
             foreach_scale_(weights, factor)
         # `add` on a CPU converts half-precision summands on the fly; list operations on other devices do not
@@ -409,7 +381,7 @@ def apply_(
             foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 
 
-def decay_agreeing_(
+def _decay_agreeing_(
     weight: Tensor,  # updated in place
     agreement: Tensor,  # same shape: positive where weight and update agree
     factor: float,
@@ -419,7 +391,7 @@ def decay_agreeing_(
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
 
-def apply_like_torch_(
+def _apply_like_torch_(
     param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
     update: Tensor,  # bf16, with the same number of elements
     lr: float | Tensor,  # a tensor must have one element, in any number of dims

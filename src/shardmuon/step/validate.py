@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -24,15 +25,16 @@ from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
 from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, gradient_dtype
+from shardmuon.options import Group, Settings
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
-from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, Settings
+from shardmuon.step.kept import KEPT_DTYPE, start_kept
 from shardmuon.step.update import Work
-from shardmuon.variants import KEPT_KEYS, keeping
+from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-State = Mapping[Tensor, MutableMapping[str, Any]]
+_Line = tuple[str, str, str]  # parameter name, state of its gradient, dtypes and options
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -70,6 +72,24 @@ class Proposal(Work):
                 self.made.pop(number, None)
                 self.fresh.pop(number, None)
 
+    def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
+        """Compute, for each set of ranks, a digest of what must be equal on these ranks in this step. `due` is the text
+        about an audit of this step."""
+        found = {}
+        for ranks, numbers in binding.alike.items():
+            if len(ranks) > 1:
+                said = map(self.said.__getitem__, numbers)
+                runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
+                found[ranks] = digest_of((binding.digests.get(ranks), due, runs))
+        return found
+
+    def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
+        """Return as text what `digests` summarizes for a set of ranks: one line for the plan, then one line per
+        parameter."""
+        said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
+        plan = "", binding.digests.get(ranks, b"").hex(), ""
+        return [plan, *((name, word, text + due) for name, word, text in said)]
+
 
 class Memory(NamedTuple):
     """The state of an optimizer between steps, as far as validation reads it.
@@ -82,7 +102,7 @@ class Memory(NamedTuple):
 
     state: MutableMapping[Tensor, dict[str, Any]]
     keeper: Keeper
-    settled: Settled
+    settled: MutableMapping[Tensor, bool]
 
 
 def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settings | None], memory: Memory) -> Proposal:
@@ -167,7 +187,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
     if keeper.rounds:
         text += f"{STEP}={keeper.count_of(kept)} "
     if stages:
-        found.fresh[number] = unsettled(stages, kept, memory.settled)
+        found.fresh[number] = _unsettled(stages, kept, memory.settled)
         text += f"new={','.join(found.fresh[number])} "
     given = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
     _make(found, number, binding, memory, given)
@@ -187,7 +207,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     kept = memory.state.get(param, _NOTHING)
     made = start_kept(shapes, engine, param, kept, stacked=stacked)
     state = {**kept, **made}
-    found.kept[number] = stored_kept(shapes, engine, param, state, stacked=stacked)
+    found.kept[number] = _stored_kept(shapes, engine, param, state, stacked=stacked)
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
     wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
@@ -200,6 +220,40 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     found.momenta[number], rounding = keeper.fit(param, engine, member.identity, view, grad, state)
     if rounding.momentum is not None or rounding.weights is not None:
         found.rounding[number] = rounding
+
+
+def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor, bool]) -> tuple[str, ...]:
+    """Return the keys of missing state tensors, and of weight norms that no step has checked since they were created or
+    loaded. (If checkpointing creates state before the first step, norms are 0, which means unknown.)
+
+    Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and state that
+    only one rank has lost would restart from zeros on this rank.
+    """
+    on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
+    keys = [stage.key for stage in keeping(stages)]
+    return tuple(k for k in keys if state.get(k) is None or (k in on_weights and state[k] not in settled))
+
+
+def _stored_kept(
+    shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
+) -> tuple[Tensor, ...]:
+    """Return the local storage of each state tensor of a parameter, in the order of `shapes`.
+
+    Raises:
+        ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
+    """
+    found: list[Tensor] = []
+    for key, shape in shapes.items():
+        local = engine.kept_storage(state.get(key), param, shape, stacked=stacked)
+        if isinstance(local, Tensor) and local.dtype != KEPT_DTYPE:
+            local = f"of dtype {local.dtype}, not {KEPT_DTYPE}"
+        if isinstance(local, str):
+            raise ValueError(
+                f"its {key} is {local}: the state was made for another layout or variant. Load it through "
+                f"torch.distributed.checkpoint, which reshards it, or delete it: del optimizer.state[param][{key!r}]"
+            )
+        found.append(local)
+    return tuple(found)
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
@@ -216,7 +270,7 @@ def _check_writable(what: str, tensor: Tensor) -> None:
 _LOAD = "Load the optimizer's state again"
 
 
-def _adamw_rows(group: Group, index: int, state: State) -> list[Row | None]:
+def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
     """Collect the local tensors (row) of each parameter of an AdamW group; None for parameters without gradient or
     state.
 
@@ -272,31 +326,9 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ comparison between ranks
 
 
-def digests_of(binding: Binding, proposal: Proposal, due: str) -> dict[Ranks, bytes]:
-    """Compute, for each set of ranks, a digest of what must be equal on these ranks in this step. `due` is the text
-    about an audit of this step."""
-    found = {}
-    for ranks, numbers in binding.alike.items():
-        if len(ranks) > 1:
-            said = map(proposal.said.__getitem__, numbers)
-            runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-            found[ranks] = digest_of((binding.digests.get(ranks), due, runs))
-    return found
-
-
-ProposalLine = tuple[str, str, str]  # parameter name, state of its gradient, dtypes and options
-
-
-def lines_of(binding: Binding, proposal: Proposal, ranks: Ranks, due: str) -> list[ProposalLine]:
-    """Return as text what `digests_of` summarizes for a set of ranks: one line for the plan, then one line per
-    parameter."""
-    said = ((binding.members[number].name, *proposal.said[number]) for number in binding.alike[ranks])
-    return [("", binding.digests.get(ranks, b"").hex(), ""), *((name, word, text + due) for name, word, text in said)]
-
-
-def difference(ranks: Ranks, everyone: Sequence[Sequence[ProposalLine] | None]) -> str:
+def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
     """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
-    `lines_of` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
+    `Proposal.lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
     told = [lines for lines in everyone if lines is not None]
     plans, *lines = zip(*told, strict=False)
     if len(told) < len(ranks) or len(set(plans)) > 1:
@@ -371,13 +403,18 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
-    try:
-        aligned = engine.is_aligned(buffer, param)
-    except ValueError:
-        raise _unlike(buffer, key, weight) from None
-    stored = engine.storage(buffer)
-    if not aligned or not same_storage(stored.shape, weight.shape):
-        raise _unlike(buffer, key, weight)
+    stored: Tensor | None = None
+    with suppress(ValueError):
+        if engine.is_aligned(buffer, param):
+            stored = engine.storage(buffer)
+    if stored is None or not same_storage(stored.shape, weight.shape):
+        found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+        if is_dtensor(buffer):
+            found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+        raise ValueError(
+            f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made for another "
+            "layout. Load it through torch.distributed.checkpoint, which reshards it"
+        )
     if stored.layout is not torch.strided or stored.is_complex() or stored.is_meta != weight.is_meta:
         raise ValueError(
             f"its {key} is {stored.layout}, {stored.dtype} on {stored.device}, and must be strided, real and not "
@@ -385,14 +422,3 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
         )
     _check_writable(key, stored)
     return stored
-
-
-def _unlike(buffer: Tensor, key: str, weight: Tensor) -> ValueError:
-    """Error for a state tensor whose layout differs from the parameter's."""
-    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
-    if is_dtensor(buffer):
-        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
-    return ValueError(
-        f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made "
-        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
-    )
