@@ -67,6 +67,7 @@ _SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # nam
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `shardmuon verify` to a parser."""
+    parser.set_defaults(run=_run)
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks to start (default: 4)")
     parser.add_argument(
         "--layout",
@@ -100,7 +101,7 @@ def _slots() -> int:
     return 1 if unequal else 0
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print the table of all layouts. Returns exit status 0 if the results of each layout are bitwise equal to the
     reference, else 1."""
     if args.slots:
