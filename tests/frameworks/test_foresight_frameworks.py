@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
-from shardmuon.foresight.models import build
+from shardmuon.foresight.models import _build as build
 from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool
 

@@ -137,7 +137,7 @@ class Arithmetic:
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
         without: Stage | None = None,  # a stage that is left out
-    ) -> tuple[Tensor, Tensor, _Kept]:  # fp64; (rows, cols)
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fp64; (rows, cols)
         """Apply the formulas of all stages that run at one place in the step. Returns their combined factor, the
         resulting matrix (rounded after each stage as in the live step), and the values that the stages store."""
         factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)

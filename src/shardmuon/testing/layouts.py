@@ -39,7 +39,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
-from shardmuon.foresight.job import in_parts
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -257,7 +256,7 @@ def shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards)[shard]  # range of rows
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)  # rows
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -267,10 +266,12 @@ def shard_like_megatron(
     return out
 
 
-def _in_buffer(before: int, size: int, num_parts: int) -> Sequence[tuple[int, int]]:
+def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
     """Split a buffer that contains a tensor, with other tensors before and after it, into equal parts. Returns the
-    range of the tensor's elements in each part."""
-    return in_parts(1 + before, size, -(-(3 + before + size) // num_parts), num_parts)
+    range of the tensor's elements in one part."""
+    each = -(-(3 + before + size) // num_parts)
+    start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
+    return (start, stop) if start < stop else (0, 0)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
@@ -324,7 +325,7 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
     }
     out: dict[str, Tensor] = {}
     for (name, full), cut in zip(tensors.items(), cuts, strict=True):
-        start, stop = _in_buffer(37 * len(out) % 200, whole[name].numel(), shape[0])[mesh.get_local_rank(0)]
+        start, stop = _in_buffer(37 * len(out) % 200, whole[name].numel(), shape[0], mesh.get_local_rank(0))
         shard = whole[name].detach().flatten()[start:stop].clone()
         out[name] = mark_flat(shard, FlatShard(tuple(full.shape), start, data, "flat buffers", tp, cut))
     return out
