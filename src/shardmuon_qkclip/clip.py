@@ -32,8 +32,8 @@ from shardmuon._torch import is_dtensor, local_if_any, never_compiled
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import creates_state_only
-from shardmuon_qkclip.layers import Attention, Holder, attention_layers, find_holders
-from shardmuon_qkclip.scaling import LayerLogits, Scaler, host_of
+from shardmuon_qkclip.layers import Attention, Holder, attention_layers
+from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
 _CHUNK = 1 << 24  # number of logits that are computed at a time
 
@@ -139,7 +139,7 @@ class QKClip:
                 f"optimizer is a {type(optimizer).__name__}, which is no torch.optim.Optimizer. Give the one that "
                 "steps the weights, of Megatron's chain optimizer.chained_optimizers[0].optimizer"
             )
-        holders = find_holders(model)
+        holders = Holder.all_in(model)
         self.layers = tuple(attention_layers(model) if layers is None else layers)
         if every < 1 or not self.layers:
             raise ValueError(
@@ -149,7 +149,7 @@ class QKClip:
         self.every, self._optimizer, self._measure = every, optimizer, logits
         params = {place.name: param for holder in holders.values() for param, place in holder.weights.values()}
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
-        if host_of(optimizer) is None:
+        if self._scaler.host is None:
             self._scaler.find()
         self._pending: dict[str, Tensor] = {}  # layer name -> largest logits since the last step
         self._has_reduced = False  # True once this step's maxima are reduced; a step may take several calls
@@ -243,7 +243,7 @@ class QKClip:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if creates_state_only():
             return
-        done, host = tuple[LayerLogits, ...](), host_of(optimizer)
+        done, host = tuple[LayerLogits, ...](), self._scaler.host
         try:
             if self._is_measured:
                 if not self._has_reduced:

@@ -24,7 +24,7 @@ from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import load_checkpoint
 from shardmuon.frameworks.deepspeed.partitions import refuse_loaded, refuse_options, refuse_swaps
 from shardmuon.testing import RankError, RankPool
-from shardmuon.testing.frameworks import whole_momentum
+from shardmuon.testing.frameworks import _whole_momentum as whole_momentum
 
 swaps = pytest.mark.skipif(
     os.environ.get("SHARDMUON_NVME") != "1" or importlib.util.find_spec("deepspeed") is None,

@@ -30,7 +30,6 @@ from shardmuon.testing.layouts import (
     cut_matrices,
     groups_of,
     mesh_kind,
-    numbers_in,
     parameters,
 )
 from shardmuon.variants import KEPT_KEYS
@@ -177,8 +176,9 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:
         whole = torch.empty_like(full[name])
-        for places, value in zip(cut[name](numbers_in(full)[name]), values, strict=True):
-            whole.view(-1)[places.long()] = value
+        places = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
+        for at, value in zip(cut[name](places), values, strict=True):
+            whole.view(-1)[at] = value
         return whole
 
     for of_step in grads:
@@ -205,7 +205,7 @@ class _LayoutRun(Run):
         self._built: Callable[[_Whole], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._built(full))
         # flat indices of the elements that this rank stores
-        self._stored = {n: _local(t).long() for n, t in self._built(numbers_in(full)).items()}
+        self._stored = {n: _local(t).long() for n, t in row.numbers(full, row.mesh(world)).items()}
         self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ class _LayoutRun(Run):
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
         return all(
-            torch.equal(_local(found).view(-1), rows_stored(of_param[key], found).view(-1))
+            torch.equal(_local(found).view(-1), _rows_stored(of_param[key], found).view(-1))
             for name, of_param in state.items()
             for key in KEPT_KEYS
             if key in of_param
@@ -238,7 +238,7 @@ class _LayoutRun(Run):
 _AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
-def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
+def _rows_stored(whole: Tensor, like: Tensor) -> Tensor:
     """Select the rows of `whole`, a stage's state, that this rank stores according to the placements of `like`."""
     if not is_dtensor(like):
         return whole

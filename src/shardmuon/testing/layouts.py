@@ -100,20 +100,20 @@ class _LayoutCase:
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
+        return {name: _elements_of(tensors[name], built) for name, built in self.numbers(tensors, shape).items()}
+
+    def numbers(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+        """Build this rank's shards of fp64 tensors of the same shapes, whose elements are their own indices. All ranks
+        of the default group must call it."""
         key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
-            _CUT[key] = self.builder(numbers_in(tensors), shape)
-        return {name: _elements_of(tensors[name], built) for name, built in _CUT[key].items()}
+            numbers = ((t, torch.arange(t.numel(), dtype=torch.float64, device=t.device)) for t in tensors.values())
+            of_shapes = (places.view(t.shape) for t, places in numbers)
+            _CUT[key] = self.builder(dict(zip(tensors, of_shapes, strict=True)), shape)
+        return _CUT[key]
 
 
 _CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, for tensors whose elements are their indices
-
-
-def numbers_in(tensors: _Tensors) -> dict[str, Tensor]:
-    """Make fp64 tensors of the same shapes, whose elements are their own indices."""
-    return {
-        name: torch.arange(t.numel(), dtype=torch.float64, device=t.device).view(t.shape) for name, t in tensors.items()
-    }
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
 
 
-def shard_like_megatron(
+def _shard_like_megatron(
     tensors: Mapping[str, Tensor],  # full tensors
     mesh: DeviceMesh,
     *,
@@ -275,8 +275,8 @@ def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, 
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Make a builder that shards tensors with `shard_like_megatron`, on a mesh named `purpose`."""
-    return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
+    """Make a builder that shards tensors with `_shard_like_megatron`, on a mesh named `purpose`."""
+    return lambda tensors, shape: _shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:

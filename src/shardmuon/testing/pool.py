@@ -167,6 +167,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """
         return cast("list[_T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
 
+    @staticmethod
+    def preload(module: str) -> None:
+        """Import one more module before ranks are forked. This has no effect once a pool of this process has started. A
+        module that raises ImportError is skipped."""
+        _PRELOADED.append(module)
+
     def close(self) -> None:
         """Kill the ranks, if any. A later call starts new ones."""
         _kill(self._ranks)
@@ -262,12 +268,6 @@ def get_pool(world_size: int) -> RankPool:
     """Return this process's gloo pool with `world_size` ranks. The pools of the 3 sizes used last are cached. The ranks
     of any other pool end as soon as nothing refers to the pool."""
     return RankPool(world_size, timeout=120.0)  # long, because other processes may use the same cores
-
-
-def preload(module: str) -> None:
-    """Import one more module before ranks are forked. This has no effect once a pool of this process has started. A
-    module that raises ImportError is skipped."""
-    _PRELOADED.append(module)
 
 
 def _dead(number: int, process: BaseProcess) -> RankException:
