@@ -35,8 +35,6 @@ from shardmuon.host import creates_state_only
 from shardmuon_qkclip.layers import Attention, Holder, attention_layers
 from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
-_CHUNK = 1 << 24  # number of logits that are computed at a time
-
 
 class LogitReport(NamedTuple):
     """Largest logits in the last measured step, and the factors by which they were scaled.
@@ -281,22 +279,24 @@ class QKClip:
 def _largest_logits(
     query: Tensor,  # (.., H, L, E)
     key: Tensor,  # (.., G, S, E); G divides H
-    *,
-    scale: float | None = None,
+    value: Tensor | None = None,
     attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: hidden
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-    chunk: int = _CHUNK,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    chunk: int = 1 << 24,
 ) -> Tensor:  # (H,), fp32; -inf for a head whose logits are all hidden by the mask
-    """Compute the largest logit of each head over all batches and positions.
+    """Compute the largest logit of each head over all batches and positions. The arguments are those of
+    `torch.nn.functional.scaled_dot_product_attention`, of which some have no influence.
 
     Args:
-        query: Queries as for `torch.nn.functional.scaled_dot_product_attention`. For a DTensor, this rank's part is
-            used.
+        query: Queries. For a DTensor, this rank's part is used.
         key: Keys, likewise. They have fewer heads than the queries if several query heads share a key head.
-        scale: Scale of the softmax. Default: 1 / sqrt(E).
-        attn_mask: Mask as for the same function. Values that a float mask adds to logits are ignored, see
-            [Note: what is measured].
+        attn_mask: Mask. Values that a float mask adds to logits are ignored, see [Note: what is measured].
         is_causal: If True, query i sees only keys 0 to i.
+        scale: Scale of the softmax. Default: 1 / sqrt(E).
         chunk: Number of logits to compute at a time. At least one row of each head is computed.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
@@ -335,19 +335,6 @@ def _is_hidden(mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- inside of a forward
 
 
-def _of_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return _largest_logits(query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
-
-
 def _of_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor | None:
     if input.ndim < 3 or dim not in (-1, input.ndim - 1):
         return None
@@ -355,7 +342,7 @@ def _of_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any
 
 
 _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
-    F.scaled_dot_product_attention: _of_attention,
+    F.scaled_dot_product_attention: _largest_logits,
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,

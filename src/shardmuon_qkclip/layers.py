@@ -168,7 +168,7 @@ class Holder(NamedTuple):
 
     @classmethod
     def all_in(cls, model: nn.Module) -> dict[str, Holder]:
-        """Find every module that has parameters itself or in its submodules. The keys of the result are module names."""
+        """Find every module that has parameters itself or in its submodules. The keys are module names."""
         found: dict[str, Holder] = {}
         for param, places in find_places(model):
             for place in places:

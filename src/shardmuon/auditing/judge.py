@@ -75,9 +75,6 @@ _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_mome
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDINGS = 4  # roundings of a norm: the norm, the stored value, the factor, and its product with an element
 _Guess = tuple[str, str, Tensor]
-_LEFT = 0.35  # fraction of the difference that a guess may leave unexplained
-_HARDLY = 0.03  # fraction of the difference below which a guess explains almost everything
-_OF_THE_NORM = 0.5  # if the weights' norm is wrong: fraction of the norm's error that a guess may leave unexplained
 
 
 class _StepWith(NamedTuple):
@@ -462,14 +459,15 @@ def name_fault(e: _Evidence, others: Sequence[_Evidence]) -> None:
     # An update that is far too short differs from the dense update by about the whole dense update. It is compared with
     # its own size instead, or else any guess would explain it.
     whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))
-    wrong, least = e.wrong[0], max(allowed, _LEFT * whole)
+    wrong, least = e.wrong[0], max(allowed, 0.35 * whole)  # what a guess may leave unexplained
     name, found, norm = wrong.name, "it fits no known fault", e.after["weights"].norm()
-    most = _OF_THE_NORM * (e.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
+    # if the weights' norm is wrong, a guess may leave half of its error
+    most = 0.5 * (e.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
     frozen = "frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"]
     of_results = itertools.chain(_of_lengths(e), _of_blocks(e), _of_others(e, others))
     stepped = ((guess, text, e.stepped(result, e.step.factor).after) for guess, text, result in of_results)
     for guess, text, after in itertools.chain([frozen], _of_stages(e), stepped):
-        left = max(measure(e.seen(e.update - e.recovered(after))), _HARDLY * whole)
+        left = max(measure(e.seen(e.update - e.recovered(after))), 0.03 * whole)  # less is almost nothing
         if left < least and (after.norm() - norm).abs() <= most:
             least, name, found = left, guess, text
     e.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))

@@ -54,7 +54,6 @@ _T = TypeVar("_T")
 _Block = tuple[slice, slice]
 _Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and values, (n,) in fp64
 _NO_GRADIENT = "no gradient"  # initial status of a row, which changes when the matrix is judged
-_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
@@ -273,13 +272,14 @@ class StepAudit:
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
         """Determine the arithmetic of a matrix's step from the plan and the group's current options."""
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
+        spec = self._binding.plan.specs[item.param]
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
         return Arithmetic(
             settings=settings_of(one.group),
             choice=choice,
             products=choice.dtype or default_dtype(choice.method, device or param.device),
-            wire=_WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],
+            wire={2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[spec.itemsizes[item.matrix]],
             weights=param.dtype,
             gradient=param.dtype if gradient is None else gradient.dtype,
             momentum=stored if self._optimizer.keeper.dtype is None else torch.float32,

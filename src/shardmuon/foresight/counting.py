@@ -23,7 +23,6 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import aligned
 
 _Ints = NDArray[np.int64]
-_Messages = tuple[_Ints, _Ints, _Ints]  # sender, receiver and bytes of each message
 
 
 # ------------------------------------------------------------------------------------------------------------- counts
@@ -273,10 +272,10 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 
 
 def _sides(
-    messages: _Messages, more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
+    messages: tuple[_Ints, _Ints, _Ints], more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[_Sent], list[_Sent]]:
     """Count the bytes and peers of each rank in one exchange. Returns two lists: for sending and for receiving. `more`
-    holds additional messages as (sender, receiver, bytes)."""
+    holds additional messages as (sender, receiver, bytes), `messages` an array of each."""
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))
     pairs, of_message = np.unique(

@@ -43,7 +43,6 @@ from shardmuon.orthogonalize.choice import Choice
 #   apply: scale (read W, write W), widen (read the receive buffer, write U), add (read U, read W, write W).
 #   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-_BATCHED = ("standard", "gram")
 # Kernel launches in five Newton-Schulz steps: operations except views, counted under a TorchDispatchMode. They count
 # per batch, or per matrix for methods that do not batch. For small matrices, launches determine the least time.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
@@ -81,8 +80,6 @@ _OPTIONAL = {
     "pass adamw": "the same",
     "ranks at once": "factor on the time of products and passes (ranks that compute on a node)",
 }
-_TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # lower is better
-_GROWING = ("all-to-all", "ranks at once")  # tables that grow in proportion beyond their last size; others are constant
 
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
@@ -235,7 +232,8 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        return found if name.startswith(_TIMES) else found[::-1]
+        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # lower is better
+        return found if is_time else found[::-1]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
         """Estimate the seconds to orthogonalize `count` matrices of one shape on one rank, see [Note: batches].
@@ -253,8 +251,7 @@ class Rates:
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
         name = self.hardware.efficiency(how, dtype)
         table = self.hardware[name]
-        in_batches = choice.method in _BATCHED
-        size = batch_size(rows, cols, device) if in_batches else 1
+        size = batch_size(rows, cols, device) if choice.method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
         # A batch larger than the table's largest matrix gets that matrix's efficiency. This is not recorded as an
         # extrapolation, because the matrices themselves may be within the table.
@@ -348,7 +345,8 @@ def _parse(data: Any, where: str) -> Hardware:
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
         try:
-            numbers[name] = _known(found, 1.0 if kind in _GROWING else 0.0)
+            # these two grow in proportion beyond their last size; others are constant
+            numbers[name] = _known(found, 1.0 if kind in ("all-to-all", "ranks at once") else 0.0)
         except (KeyError, TypeError, ValueError) as wrong:
             raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong
     return Hardware(str(data["name"]), str(data["title"]), str(data["device"]), numbers, str(data.get("notes", "")))

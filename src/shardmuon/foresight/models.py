@@ -28,11 +28,6 @@ from shardmuon.layout.views import Ints
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.texts import did_you_mean
 
-_PRESETS = Path(__file__).parent / "data" / "models"
-_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
-_Shapes = Mapping[str, Ints]  # parameter name -> shape
-
-
 # ---------------------------------------------------------------------------------------------- which model is meant
 
 
@@ -70,14 +65,16 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
 def _presets() -> dict[str, dict[str, Any]]:
     """Load the data of all presets, by name. A preset has a title, source, published_parameters, active_parameters (for
     models with experts), published_at, and config (the sizes that `_build` takes)."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(_PRESETS.glob("*.json"))}
+    folder = Path(__file__).parent / "data" / "models"
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def _active_of(module: nn.Module) -> int:
     """Count the parameter elements that each token uses, see [Note: what works on a token]; 0 for a model with experts,
     for which the number is unknown."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
-    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # 3-D: a stack
+    named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
+    has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)  # 3-D: a stack
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
@@ -152,7 +149,7 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
     return made
 
 
-def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
+def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
     """Build a tree of modules from the names and shapes of their parameters. The parameters are not initialized, and
     the modules have no forward.
 

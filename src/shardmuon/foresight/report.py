@@ -47,7 +47,6 @@ _Pick = Mapping[str, int]  # factor -> which of its values to use: 0 best, 1 mid
 _Ends = NDArray[np.float64]  # (3,): best, middle and worst value
 _Seconds = dict[str, _Ends]  # uncertain factor -> seconds that depend on it
 _Key = tuple[object, ...]  # identifies a bucket and the ranks that exchange its matrices; equal on all these ranks
-_Held = tuple[_Key, BucketCount]  # a bucket, with the work of one class of ranks in it
 
 
 class Time(NamedTuple):
@@ -269,7 +268,7 @@ class _Pricer:
 
     def __init__(self, exact: Exact, rates: Rates) -> None:
         self._exact, self._rates = exact, rates
-        fragments, held = _fragments_of(exact), dict[_Held, int]()
+        fragments, held = _fragments_of(exact), dict[tuple[_Key, BucketCount], int]()
         self._held = [[held.setdefault((_group(c.stage, b), b), len(held)) for b in c.buckets] for c in exact.classes]
         self._slower = rates.slowdown(min(exact.world, rates.hardware.gpus_per_node, exact.mesh.gpus_per_node))
         self._overlap = rates.of("overlap")
@@ -467,12 +466,10 @@ class Report:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
-_TIGHT = 0.9  # fraction of a rank's memory, activations not counted, above which a job is called tight
 _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_OPERATIONS = ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 _MANY = 12  # maximum number of rows in a table; for further rows only their number is shown
 
 
@@ -546,7 +543,7 @@ def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
     need = largest.stored.total + largest.peak  # an upper bound, because `peak` is an upper bound
     never = "does not fit" if largest.stored.total > have else "may not fit"
-    fits = never if need > have else "tight" if need > _TIGHT * have else "fits"
+    fits = never if need > have else "tight" if need > 0.9 * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)
     without = "activations" + (" and ZeRO 1's whole gradients" if report.exact.mesh.engine == "zero" else "")
     return (
@@ -577,7 +574,7 @@ def _ranks(exact: Exact) -> _Section:
             f"{c.ranks[0]:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
-            _scaled((c.flops / 1e6,), 1000, _OPERATIONS) if c.flops else "none",
+            _scaled((c.flops / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")) if c.flops else "none",
             _size(c.stored.total),
             _size(c.peak),
             *map(_size, c.sent),

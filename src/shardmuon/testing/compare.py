@@ -37,7 +37,6 @@ from shardmuon.variants import KEPT_KEYS
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
 _State = dict[str, dict[str, Tensor]]  # parameter name -> "weight" and optimizer state, as whole tensors
-_StepsOf = Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]]
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def compare_with_torch(layout: str, **given: Any) -> Comparison:
 
 def _compare(
     layout: str,
-    steps_of: _StepsOf,
+    steps_of: Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]],
     *,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,

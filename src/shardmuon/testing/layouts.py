@@ -174,10 +174,9 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {name: bag[name].detach() for name in tensors}
 
 
-_Places = Callable[[int, Tensor], Sequence[Placement]]  # (index of a tensor, tensor) -> one placement per mesh axis
-
-
-def _placed_by(places: _Places) -> _Builder:
+def _placed_by(
+    places: Callable[[int, Tensor], Sequence[Placement]],  # (index of a tensor, tensor) -> one placement per mesh axis
+) -> _Builder:
     """Make a builder of DTensors with the placements that `places` gives for each tensor. If there is only one
     placement, the mesh has a single axis with all ranks. A tensor without placements stays a plain tensor."""
 
@@ -347,34 +346,28 @@ def _square(world: int) -> Ints:
     return (world // 2, 2) if world % 2 == 0 else (1, world)
 
 
-def _replicas_first(world: int) -> Ints:
-    return (2, world // 2) if world % 2 == 0 else (world, 1)
-
-
-def _cube(world: int) -> Ints:
-    return (2, world // 4, 2) if world % 4 == 0 else (1, *_square(world))
-
-
-def _default_group(shape: Ints) -> dict[str, Any]:
-    return {"process_group": dist.group.WORLD}
-
-
 _MIXED: list[list[Placement]] = [[Shard(0)], [Replicate(), Shard(1)], [Replicate()], [Shard(1), Shard(0)], []]
 LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
         _LayoutCase("single", _flat, _placed_by(lambda i, t: [])),
-        _LayoutCase("ddp", _flat, _placed_by(lambda i, t: []), _default_group, exchanges=1),
+        _LayoutCase(
+            "ddp",
+            _flat,
+            _placed_by(lambda i, t: []),
+            lambda shape: {"process_group": dist.group.WORLD},
+            exchanges=1,
+        ),
         _LayoutCase("replicate", _flat, _placed_by(lambda i, t: [Replicate()]), exchanges=1),
         _LayoutCase("fsdp2", _flat, _fsdp2),
         _LayoutCase("fsdp2 dim 1", _flat, _placed_by(lambda i, t: [Shard(1)])),
-        _LayoutCase("hsdp", _replicas_first, _fsdp2, exchanges=3),
+        _LayoutCase("hsdp", lambda n: (2, n // 2) if n % 2 == 0 else (n, 1), _fsdp2, exchanges=3),
         _LayoutCase("tp", _flat, _placed_by(_in_turn)),
         _LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
         _LayoutCase("two dims", _square, _placed_by(lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])),
         _LayoutCase("one dim twice", _square, _placed_by(lambda i, t: [Shard(0), Shard(0)])),
         _LayoutCase("lone strided", _flat, _lone_strided),
-        _LayoutCase("hsdp+tp", _cube, _fsdp2_tp, exchanges=3),
+        _LayoutCase("hsdp+tp", lambda n: (2, n // 4, 2) if n % 4 == 0 else (1, *_square(n)), _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
         _LayoutCase(  # stacks: by expert over one axis, by rows over the other; other tensors: over all ranks
             "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])

@@ -66,9 +66,7 @@ _PRELOADED = [  # modules that cannot be imported are skipped
     "pytest",
     "hypothesis",
 ]
-_START_TIMEOUT = 180.0  # seconds in which to import torch (once per parent process) and connect the ranks
 _GRACE = 5.0  # seconds to wait for further failures after the first, so that the error names all failed ranks
-_STACK_TIMEOUT = 1.0  # seconds to wait until a hung rank sends its stack
 _MAX_OPEN_FILES = 400  # per rank; torch frees the files and the 2 threads of a group only when the process ends
 
 
@@ -195,7 +193,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                self._receive(started, _START_TIMEOUT, _GRACE, catching=False)
+                self._receive(started, 180.0, _GRACE, catching=False)  # the first imports torch
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` reports it
@@ -249,7 +247,10 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     reply, num_open_files = pickle.loads(pipe.recv_bytes())
                     most_open_files = max(most_open_files, num_open_files)
                 except (EOFError, ConnectionResetError):
-                    reply = _dead(number, self._ranks[number][0])
+                    process = self._ranks[number][0]
+                    process.join(1.0)
+                    how = f"the process ended, exit code {process.exitcode}"
+                    reply = RankException(number, "ChildProcessError", how, "", returned=False)
                 replies[number] = reply
                 if isinstance(reply, RankException) and time.monotonic() + grace < deadline:
                     deadline = time.monotonic() + grace
@@ -270,17 +271,11 @@ def get_pool(world_size: int) -> RankPool:
     return RankPool(world_size, timeout=120.0)  # long, because other processes may use the same cores
 
 
-def _dead(number: int, process: BaseProcess) -> RankException:
-    process.join(1.0)
-    how = f"the process ended, exit code {process.exitcode}"
-    return RankException(number, "ChildProcessError", how, "", returned=False)
-
-
 def _where(pipe: Connection) -> str:
     """Return the current stack of a rank's main thread, or a text that says why it is not known."""
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(b"")
-        if pipe.poll(_STACK_TIMEOUT):
+        if pipe.poll(1.0):
             answer = pipe.recv_bytes()
             return answer.decode() if answer.startswith(b"Stack") else "(it returns just now)\n"
     return "(the process does not answer)\n"
