@@ -266,6 +266,32 @@ class _Evidence:
         allowed = _TIMES * unit * max(1.0, float((shaken / noise).amax()))
         return lambda difference: unit * float((_lengths(difference) / noise).amax()), allowed
 
+    # ------------------------------------------------------------------------------------------- naming a fault
+
+    def find_cause(self, others: Sequence[_Evidence]) -> None:
+        """Find out why the update, or the norm of the weights, differs from the dense reference step, and record the
+        fault ([Note: naming a fault]).
+
+        Args:
+            others: Judged matrices of the same shape, with which it may have been swapped.
+        """
+        measure, allowed = self.spread(_ALL)
+        # An update that is far too short differs from the dense update by about the whole dense update. It is compared
+        # with its own size instead, or else any guess would explain it.
+        whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
+        wrong, least = self.wrong[0], max(allowed, 0.35 * whole)  # what a guess may leave unexplained
+        name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
+        # if the weights' norm is wrong, a guess may leave half of its error
+        most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
+        frozen = "frozen", "no weight changed, with a gradient and a learning rate", self.before["weights"]
+        of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
+        stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
+        for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
+            left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)  # less is almost nothing
+            if left < least and (after.norm() - norm).abs() <= most:
+                least, name, found = left, guess, text
+        self.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
+
 
 def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
     return torch.linalg.vector_norm(coords, dim=1).double()  # type: ignore[no-any-return]
@@ -275,7 +301,7 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 
 
 def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> _Evidence:
-    """Compare the step of one matrix with the reference. `name_fault` later finds the cause of a wrong update.
+    """Compare the step of one matrix with the reference. `find_cause` later names a wrong update.
     The arguments are the same as for `_Evidence`."""
     e = _Evidence(row, arithmetic, blocks, whole)
     values = {what: e.before[what] for what in _MATRICES}
@@ -445,32 +471,6 @@ def _along(update: Tensor, expected: Tensor) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- naming a fault
-
-
-def name_fault(e: _Evidence, others: Sequence[_Evidence]) -> None:
-    """Find out why an update, or the norm of the weights, differs from the dense reference step, and record the fault
-    ([Note: naming a fault]).
-
-    Args:
-        e: The judged matrix whose update or norm differs.
-        others: Other judged matrices of the same shape, with which it may have been swapped.
-    """
-    measure, allowed = e.spread(_ALL)
-    # An update that is far too short differs from the dense update by about the whole dense update. It is compared with
-    # its own size instead, or else any guess would explain it.
-    whole = min(measure(e.seen(e.update - e.arrived)), measure(e.seen(e.update)))
-    wrong, least = e.wrong[0], max(allowed, 0.35 * whole)  # what a guess may leave unexplained
-    name, found, norm = wrong.name, "it fits no known fault", e.after["weights"].norm()
-    # if the weights' norm is wrong, a guess may leave half of its error
-    most = 0.5 * (e.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
-    frozen = "frozen", "no weight changed, with a gradient and a learning rate", e.before["weights"]
-    of_results = itertools.chain(_of_lengths(e), _of_blocks(e), _of_others(e, others))
-    stepped = ((guess, text, e.stepped(result, e.step.factor).after) for guess, text, result in of_results)
-    for guess, text, after in itertools.chain([frozen], _of_stages(e), stepped):
-        left = max(measure(e.seen(e.update - e.recovered(after))), 0.03 * whole)  # less is almost nothing
-        if left < least and (after.norm() - norm).abs() <= most:
-            least, name, found = left, guess, text
-    e.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
 
 
 def _parts(e: _Evidence) -> dict[str, list[_Block]]:

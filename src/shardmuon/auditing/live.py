@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.judge import judge, name_fault
+from shardmuon.auditing.judge import judge
 from shardmuon.auditing.reference import Arithmetic
 from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
 from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank, start
@@ -333,7 +333,7 @@ class StepAudit:
             judged += [] if evidence is None else [evidence]
         for e in judged:
             if e.wrong:
-                self._tried(e.row.name, name_fault, e, [other for other in judged if other.shape == e.shape])
+                self._tried(e.row.name, e.find_cause, [other for other in judged if other.shape == e.shape])
             self._rows.append(e.row)
             self._findings += e.findings
 

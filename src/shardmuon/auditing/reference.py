@@ -17,7 +17,7 @@ papers, not from the stages' code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,6 @@ from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.normuon import NorMuon
 
-_Coefficients = tuple[tuple[float, float, float], ...]
 _Kept = Mapping[str, Tensor]  # key of a variant's stage -> values that the stage stores, 1-D fp64
 
 
@@ -203,7 +202,6 @@ class Arithmetic:
 
 # A stage's formula: a function from the stage, a matrix and the values that the stage stores for it to two fp64
 # tensors. These are the factor by which the matrix is multiplied (it broadcasts to the matrix) and the new values.
-_Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +226,7 @@ def _norm_restored(stage: Stage, weights: Tensor, radius: Tensor) -> tuple[Tenso
     return torch.where(norm > 0, radius / norm, 1.0), radius
 
 
-_FORMULAS: dict[type[Stage], _Formula] = {
+_FORMULAS: dict[type[Stage], Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     MuonEq: _equal_rows,
     NorMuon: _normuon,
     HyperballUpdate: _on_sphere,
@@ -260,7 +258,9 @@ class Reference:
         coords: (m, n) normalized matrix in the basis of these vectors.
     """
 
-    def __init__(self, matrix: Tensor, coefficients: _Coefficients, method: str = "standard") -> None:
+    def __init__(
+        self, matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], method: str = "standard"
+    ) -> None:
         self.coefficients, self.tall = coefficients, matrix.shape[0] > matrix.shape[1]
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny

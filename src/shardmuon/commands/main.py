@@ -38,18 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
-    for name, summary in (
-        ("plan", "say what Muon will take of a job on any mesh: memory, bytes, time"),
-        ("route", "print which parameters of a model are matrices, and why"),
-        ("verify", "compare the updates of layouts with those of one process"),
+    for name, summary, add_arguments in (
+        ("plan", "say what Muon will take of a job on any mesh: memory, bytes, time", _add_plan),
+        ("route", "print which parameters of a model are matrices, and why", _add_route),
+        ("verify", "compare the updates of layouts with those of one process", _add_verify),
     ):
         subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        if name == "plan":
-            _add_plan(subparser)
-        elif name == "route":
-            _add_route(subparser)
-        elif name == asked:
-            import_module("shardmuon.commands.verify").add_arguments(subparser)
+        if name == asked:
+            add_arguments(subparser)
     args = parser.parse_args(words)
     try:
         return cast(int, args.run(args))
@@ -100,6 +96,11 @@ def _plan(args: argparse.Namespace) -> int:
         report.write_html(args.html)
         print(f"wrote {args.html}")
     return 0
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `shardmuon verify` to a parser."""
+    import_module("shardmuon.commands.verify").add_arguments(parser)
 
 
 def _add_route(parser: argparse.ArgumentParser) -> None:

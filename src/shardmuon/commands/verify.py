@@ -16,7 +16,7 @@ import torch
 
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS
+from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import search
@@ -62,7 +62,7 @@ def _worst(found: Iterable[float]) -> float:
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> names of its layouts
+_SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}  # name of a set -> names of its layouts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
         names_in(variant)
     start = time.perf_counter()
     names = [name for word in args.layout or ["torch"] for name in _SETS.get(word, (word,))]
-    if any(name in ZERO_ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
+    if any(name in ZeroRun.ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
         raise ValueError("DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'")
     rows, failed = list[dict[str, str]](), list[str]()
     with RankPool(args.ranks) as pool:

@@ -41,7 +41,6 @@ from shardmuon.step.update import PORTION_ELSEWHERE
 from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
-_AXIS = re.compile(rf"({'|'.join(_AXES)})=[1-9][0-9]*")
 _MOST_RANKS = 10_240
 _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
 
@@ -101,7 +100,8 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
         1024
     """
     words = text.replace(",", " ").split()
-    wrong = next((word for word in words if not _AXIS.fullmatch(word)), None if words else "")
+    axis = rf"({'|'.join(_AXES)})=[1-9][0-9]*"
+    wrong = next((word for word in words if not re.fullmatch(axis, word)), None if words else "")
     if wrong is not None:
         raise ValueError(
             f"mesh {text!r}: {wrong!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at least "
@@ -230,12 +230,8 @@ def _layers(module: nn.Module) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-class _Placed(NamedTuple):
-    """A parameter with its layout and, if it is a DTensor, with its mesh and placements."""
-
-    param: _Param
-    layout: ParamLayout
-    place: OnMesh | None = None
+# a parameter with its layout and, if it is a DTensor, with its mesh and placements
+_Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 
 class _Unit(NamedTuple):
@@ -259,7 +255,7 @@ class _Unit(NamedTuple):
         """Count elements on each rank. Returns an array of shape (4, ranks): elements that Muon updates, elements that
         AdamW updates, weights stored, and scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
-        held = {layout: _held(layout) for layout in {one.layout for one in self.placed}}
+        held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
             numel, num_scales = held[layout]
             of_kind = muon if param.use_muon else adamw
@@ -267,7 +263,7 @@ class _Unit(NamedTuple):
             stored += numel
             scales += num_scales * param.use_muon
         if self.stepped:  # a flat buffer belongs to one optimizer group, so either Muon or AdamW updates all of it
-            found[0 if self.placed[0].param.use_muon else 1] = self.stepped
+            found[0 if self.placed[0][0].use_muon else 1] = self.stepped
             found[2] = self.stepped * len(self.ranks)
         return found
 
@@ -325,7 +321,12 @@ def _stages_of(params: Sequence[_Param], mesh: _Mesh) -> list[list[_Param]]:
 
 
 def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Unit]:
-    lay, found = cache(_on_mesh), []
+    found = list[_Placed]()
+
+    @cache
+    def layout_of(view: MatrixView, place: OnMesh) -> ParamLayout:
+        return ParamLayout(view, ranks, tuple(held for held, _ in reading(view.shape, place.mesh, place.placements)))
+
     for p in params:
         if p.expert and p.shape[0] % mesh.ep:
             raise ValueError(
@@ -333,7 +334,7 @@ def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Uni
                 f"ep={math.gcd(p.shape[0], mesh.ep)}"
             )
         place = _place(p, mesh, ranks)
-        found.append(_Placed(p, lay(p.view, place), place))
+        found.append((p, layout_of(p.view, place), place))
     return [_Unit(ranks, found)]
 
 
@@ -358,11 +359,6 @@ def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
     return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
 
 
-def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
-    held, _ = zip(*reading(view.shape, place.mesh, place.placements), strict=True)
-    return ParamLayout(view, place.ranks, held)
-
-
 # -------------------------------------------------------------------------------------------- flat buffers (ZeRO 1, 2)
 
 
@@ -370,19 +366,20 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
     """Make one unit per optimizer group, as ZeRO does. A group's parameters form a flat buffer, which is padded at the
     end to a multiple of 2 x ranks and split into equal parts (`nccl_start_alignment_factor` in DeepSpeed's
     stage_1_and_2.py, 0.19)."""
-    lay, num, found = cache(_flat), len(ranks), []
+    num, found = len(ranks), list[_Unit]()
+
+    @cache
+    def layout_of(view: MatrixView, held: _Ranges) -> ParamLayout:
+        return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
+
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)
         *starts, total = itertools.accumulate((p.numel for p in members), initial=0)
         part = 2 * -(-total // (2 * num))
         parts = [_in_parts(start, p.numel, part, num) for start, p in zip(starts, members, strict=True)]
-        placed = [_Placed(p, lay(p.view, ranks, held)) for p, held in zip(members, parts, strict=True)]
+        placed = [(p, layout_of(p.view, held), None) for p, held in zip(members, parts, strict=True)]
         found.append(_Unit(ranks, placed, part))
     return found
-
-
-def _flat(view: MatrixView, ranks: Ranks, held: _Ranges) -> ParamLayout:
-    return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
 
 
 def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
@@ -579,7 +576,7 @@ def count(
     job = _Planned(module, arranged, device, weights, options)
     policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
     units = _make_units(job.params, arranged)
-    plans = [make_plan([job.spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
+    plans = [make_plan([job.spec_of(one) for one in unit.placed if one[0].use_muon], policy) for unit in units]
     shares: dict[int, list[_RankClass]] = {}
     for unit, plan in zip(units, plans, strict=True):
         for rank, share in zip(unit.ranks, job.shares(unit, plan), strict=True):

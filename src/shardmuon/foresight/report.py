@@ -279,7 +279,13 @@ class _Pricer:
             (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
             for group, bucket in held
         ]
-        self._slowest_of_each_exchange()
+        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # an exchange takes as long as on its slowest rank
+        for key, phases in self._phases:
+            for phase in [phase for phase in _EXCHANGES if phase in phases]:
+                known = slowest.setdefault((key, phase), dict(phases[phase]))
+                for factor, seconds in phases[phase].items():
+                    known[factor] = np.maximum(known[factor], seconds)
+                phases[phase] = known
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
@@ -298,10 +304,11 @@ class _Pricer:
 
     def _times(self, number: int, pick: _Pick) -> BucketTimes:
         key, phases = self._phases[number]
-        found: dict[str, Any] = dict.fromkeys(_EXCHANGES)
-        for phase, by_factor in phases.items():
-            found[phase] = sum(float(seconds[pick[factor]]) for factor, seconds in by_factor.items())
-        return BucketTimes(key, **found)
+        found: dict[str, Any] = {
+            phase: sum(float(seconds[pick[factor]]) for factor, seconds in by_factor.items())
+            for phase, by_factor in phases.items()
+        }
+        return BucketTimes(key, **{**dict.fromkeys(_EXCHANGES), **found})
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
         """Compute how much each uncertain factor contributes to the width of the interval `step`, on the given
@@ -363,16 +370,6 @@ class _Pricer:
 
     def _pass(self, what: str, elements: int, fragment: float, wire: int) -> _Ends:
         return self._slower * self._rates.passed(what, elements, fragment, wire)
-
-    def _slowest_of_each_exchange(self) -> None:
-        """Set the time of each exchange to that of its slowest rank, on all its ranks and for each uncertain factor."""
-        most: dict[tuple[_Key | None, str], _Seconds] = {}
-        exchanges = [(key, phase, phases) for key, phases in self._phases for phase in _EXCHANGES if phase in phases]
-        for key, phase, phases in exchanges:
-            known = most.setdefault((key, phase), {"latency": np.zeros(3), "wire": np.zeros(3)})
-            for factor, seconds in phases[phase].items():
-                known[factor] = np.maximum(known[factor], seconds)
-            phases[phase] = known
 
 
 def _group(stage: int, bucket: BucketCount) -> _Key:

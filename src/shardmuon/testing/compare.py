@@ -22,7 +22,7 @@ from shardmuon.auditing.reference import relative_error
 from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
+from shardmuon.testing.frameworks import Fsdp1Run, Run, ZeroRun
 from shardmuon.testing.layouts import (
     LAYOUTS,
     PARAMS,
@@ -66,7 +66,7 @@ def compare_with_dense(layout: str, **given: Any) -> Comparison:
     ranks must call it.
 
     Args:
-        layout: Name of a layout in `LAYOUTS`, `FSDP1_ROWS` or `ZERO_ROWS`.
+        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
         given: Arguments of `_compare`, and options of Muon.
     """
     return _compare(layout, _dense_steps, **{"method": "standard", **given})
@@ -93,7 +93,7 @@ def _compare(
     stages store after the last step. The reference is cached, since it does not depend on the layout.
 
     Args:
-        layout: Name of a layout in `LAYOUTS`, `FSDP1_ROWS` or `ZERO_ROWS`.
+        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
         steps_of: Generator function that yields the reference's state after each step.
         dtype: Dtype of weights and gradients.
         steps: Number of steps.
@@ -113,7 +113,7 @@ def _compare(
         return Muon(groups_of(params, cases), **{**of_layout, **options})
 
     full = draw()
-    kind = ZeroRun if layout in ZERO_ROWS else Fsdp1Run if layout in FSDP1_ROWS else _LayoutRun
+    kind = ZeroRun if layout in ZeroRun.ROWS else Fsdp1Run if layout in Fsdp1Run.ROWS else _LayoutRun
     run: _AnyRun = kind(layout, full, make)
     full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
     key = repr((steps_of.__name__, kind, mesh_kind(), cases, dtype, steps, options))

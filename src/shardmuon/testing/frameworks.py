@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,6 @@ from shardmuon.frameworks.deepspeed import REQUIRED
 from shardmuon.muon import Muon
 
 _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
-
-FSDP1_ROWS = {  # layout name -> name of FSDP1's sharding strategy
-    "fsdp1": "FULL_SHARD",
-    "fsdp1 zero2": "SHARD_GRAD_OP",
-    "fsdp1 hybrid": "HYBRID_SHARD",
-    "fsdp1 no shard": "NO_SHARD",
-}
 
 
 class _GivenGradients(nn.Module):
@@ -122,8 +115,15 @@ class Run:
 class Fsdp1Run(Run):
     """A run of an optimizer on a model that FSDP1 wraps."""
 
+    ROWS: ClassVar[Mapping[str, str]] = {  # layout name -> name of FSDP1's sharding strategy
+        "fsdp1": "FULL_SHARD",
+        "fsdp1 zero2": "SHARD_GRAD_OP",
+        "fsdp1 hybrid": "HYBRID_SHARD",
+        "fsdp1 no shard": "NO_SHARD",
+    }
+
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
-        strategy = FSDP1_ROWS[row]
+        strategy = self.ROWS[row]
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
@@ -147,15 +147,6 @@ class Fsdp1Run(Run):
 
 
 # ------------------------------------------------------------------------------------------------------------ DeepSpeed
-
-ZERO_ROWS: dict[str, dict[str, Any]] = {  # layout name -> "zero_optimization" in DeepSpeed's configuration
-    "zero0": {"stage": 0},
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero2+offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero3+offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-}
 
 
 def _start_deepspeed() -> Any:
@@ -209,9 +200,18 @@ class ZeroRun(Run):
     """A run of an optimizer under DeepSpeed, which steps fp32 copies of the weights."""
 
     steps = torch.float32
+    # layout name -> "zero_optimization" in DeepSpeed's configuration
+    ROWS: ClassVar[Mapping[str, dict[str, Any]]] = {
+        "zero0": {"stage": 0},
+        "zero1": {"stage": 1},
+        "zero2": {"stage": 2},
+        "zero3": {"stage": 3},
+        "zero2+offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero3+offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
 
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
-        zero = ZERO_ROWS[row]
+        zero = self.ROWS[row]
         self._whole = zero["stage"] == 0
         model = _GivenGradients(full)
         self._params = dict(model.named_parameters())
