@@ -72,7 +72,7 @@ def planned(optimizer: Muon) -> Planned:
         sum(sent),
         sum(m.num for bucket in buckets for m in bucket.matrices),
     )
-    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sent)
+    messages = sum(side.peers for b in buckets for side in b.sent)
     return Planned(counted, (sent, received), messages, digests_of(plan))
 
 

@@ -260,7 +260,7 @@ def _but(without: str, given: dict[str, _Known]) -> Hardware:
 def _exact(rows: int = 1024) -> Exact:
     """Four ranks that share eight matrices of rows x 4096 in two buckets, one matrix a rank and bucket."""
     size = rows * 4096
-    moved = _Sent(inside=2 * size * 3 // 4, peers_inside=3)
+    moved = _Sent(inside=2 * size * 3 // 4, peers=3)
     sides = _Sides(gather=moved, scatter=moved)
     buckets = tuple(
         BucketCount(

@@ -58,11 +58,11 @@ def _node_of(rank: int) -> int:
 
 def _side(program: Program, splits: Sequence[int]) -> _Sent:
     """Bytes to or from each rank, by the node on which it lies."""
-    sums = [0, 0, 0, 0]
+    sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)
         sums[across] += elements * program.bucket.itemsize
-        sums[2 + across] += elements > 0
+        sums[2] += elements > 0
     return _Sent(*sums)
 
 

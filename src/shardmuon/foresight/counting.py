@@ -51,14 +51,12 @@ class _Sent(NamedTuple):
     Attributes:
         inside: Bytes exchanged with ranks on the same node.
         across: Bytes exchanged with ranks on other nodes.
-        peers_inside: Number of ranks on the same node with which this rank exchanges bytes.
-        peers_across: Number of ranks on other nodes with which this rank exchanges bytes.
+        peers: Number of ranks with which this rank exchanges bytes.
     """
 
     inside: int = 0
     across: int = 0
-    peers_inside: int = 0
-    peers_across: int = 0
+    peers: int = 0
 
     @property
     def bytes(self) -> int:
@@ -285,7 +283,7 @@ def _sides(
     across = nodes[ends[0]] != nodes[ends[1]]
     found = []
     for end in ends:
-        counts = [np.bincount(end[which], moved[which], num) for which in (~across, across)]
-        counts += [np.bincount(end[which], minlength=num) for which in (~across, across)]
+        each = (np.bincount(end[which], moved[which], num) for which in (~across, across))
+        counts = [*each, np.bincount(end, minlength=num)]
         found.append([_Sent(*row) for row in np.stack(counts, 1).astype(np.int64).tolist()])
     return found[0], found[1]

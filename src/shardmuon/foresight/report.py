@@ -363,8 +363,7 @@ class _Pricer:
         there_are = (bucket.gathers, bucket.gathers, bucket.relays)
         for phase, there_is, *sides in zip(_EXCHANGES, there_are, bucket.sent, bucket.received, strict=True):
             if there_is:
-                inside, across = (max(side[way] for side in sides) for way in (0, 1))
-                peers = max(side.peers_inside + side.peers_across for side in sides)
+                inside, across, peers = map(max, *sides)
                 phases[phase] = rates.exchange(bucket.num_ranks, inside, across, peers, bucket.num_nodes > 1)
         return phases
 
