@@ -136,7 +136,7 @@ def _machine_of_file(name: str) -> Machine:
     rates = [of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")]
     rates += [*(rate / 1e6 for rate in passes), file.gpus_per_node, *(1e9 * of(number) for number in latencies)]
     table = file[file.efficiency("standard bfloat16", "bfloat16")]
-    return Machine(name, tuple(round(1000 * table.at(side)[0].mid) for side in SIDES), *map(round, rates))
+    return Machine(name, tuple(round(1000 * table.at(side)[0][1]) for side in SIDES), *map(round, rates))
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
