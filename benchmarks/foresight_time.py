@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardmuon import Muon
-from shardmuon.foresight.hardware import load
-from shardmuon.foresight.job import exact_of
-from shardmuon.foresight.pricing import price
+from shardmuon.foresight.hardware import Hardware
+from shardmuon.foresight.job import Exact
+from shardmuon.foresight.report import Price
 from shardmuon.plan.plan import Plan
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, meshes_on
@@ -96,8 +96,8 @@ def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: An
         for d in SIZES if kind == "cpu" else GPU_SIZES:
             found = run(step, layout, d, rounds, kind)
             seconds = [max(values) for values in zip(*(values for values, _ in found), strict=True)]
-            exact = exact_of(found[0][1], gpus_per_node=max(ranks, 4), world=ranks)
-            predicted = price(exact, hardware)
+            exact = Exact.of_plan(found[0][1], gpus_per_node=max(ranks, 4), world=ranks)
+            predicted = Price.of(exact, hardware)
             ordered = sorted(seconds)
             least, quartile = ordered[0], ordered[len(ordered) // 4]
             rows.append(
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--name", default="foresight_time", help="name of the result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    hardware = load(args.hardware)
+    hardware = Hardware.load(args.hardware)
     rows = []
     for ranks in args.ranks:
         with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=900) as pool:

@@ -25,7 +25,6 @@ import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.pool import preload
 
 torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
@@ -198,9 +197,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _preload(items: list[pytest.Item]) -> None:
     """Have the modules of these tests imported before ranks are forked, which find their functions there."""
     for module in dict.fromkeys(item.path.stem for item in items if _has(item, "ranks")):
-        preload(module)
+        RankPool.preload(module)
     if items and all(_has(item, "framework") for item in items):
-        preload("framework_imports")
+        RankPool.preload("framework_imports")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -21,7 +21,7 @@ from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
 from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.frameworks import FSDP1_ROWS
+from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
@@ -34,9 +34,9 @@ STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # with one process
 # Numbers of ranks -> layouts: meshes of 2 x 2 x 2 and 4 x 2; sizes that do not divide.
 ROWS = {
     8: ("hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp"),
-    3: [*LAYOUTS, *FSDP1_ROWS][1::3],  # all on 3: test_golden.py
-    2: [*LAYOUTS, *FSDP1_ROWS][::2],
-    4: [*LAYOUTS, *FSDP1_ROWS],
+    3: [*LAYOUTS, *Fsdp1Run.ROWS][1::3],  # all on 3: test_golden.py
+    2: [*LAYOUTS, *Fsdp1Run.ROWS][::2],
+    4: [*LAYOUTS, *Fsdp1Run.ROWS],
 }
 
 
@@ -71,7 +71,7 @@ def planned(optimizer: Muon) -> Planned:
         sum(sent),
         sum(m.num for bucket in buckets for m in bucket.matrices),
     )
-    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sent)
+    messages = sum(side.peers for b in buckets for side in b.sent)
     return Planned(counted, (sent, received), messages, digests_of(plan))
 
 
@@ -123,6 +123,6 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    elif world == 2 and [*LAYOUTS, *FSDP1_ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
+    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
         found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

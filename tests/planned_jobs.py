@@ -19,7 +19,7 @@ def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
     assert list(exact.digests.values()) == found[0]["digests"]
     for rank, live in enumerate(found):
         one, traffic = by_rank[rank], live["traffic"]
-        assert (one.exchanges, one.sent.bytes) == (traffic.exchanges, traffic.bytes_sent)
+        assert (one.exchanges, sum(one.sent)) == (traffic.exchanges, traffic.bytes_sent)
         assert (one.orthogonalized, one.votes) == (traffic.orthogonalized, live.get("votes", int(exact.world > 1)))
         state = {"state": one.stored.momentum + one.stored.moments}
         for kind, number in live["bytes"].items():

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shardmuon.foresight import count, load_hardware, plan
+from shardmuon.foresight import Hardware, count, plan
 from shardmuon.foresight.hardware import Rates
 from shardmuon.foresight.job import Exact
-from shardmuon.foresight.models import build
-from shardmuon.foresight.pricing import _training_seconds, adamw_step, price
+from shardmuon.foresight.models import _build as build
+from shardmuon.foresight.report import Price
 from shardmuon.orthogonalize import flops
 from shardmuon.orthogonalize.schedules import schedule
 
@@ -47,11 +47,12 @@ def _standard(exact: Exact) -> float:
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
     """Fraction by which a step is longer with Muon. Tokens follow from the published share of Muon's FLOPs, and the
     time of forward and backward from the published rate of the model's."""
-    hardware = load_hardware(gpu)
+    hardware = Hardware.load(gpu)
     exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
     whole = tokens * exact.tokens_flops / (exact.world * model_flops)
-    ours, theirs = price(exact, hardware).step, adamw_step(exact, hardware)
+    price = Price.of(exact, hardware)
+    ours, theirs = price.step, price.adamw
     return (ours.lo - theirs.lo) / whole, (ours.hi - theirs.hi) / whole
 
 
@@ -61,13 +62,13 @@ def _overhead(mesh: str, tokens: float) -> Interval:
 
 
 def one_b_8_b200() -> Interval:
-    step = price(count(build(ONE_B), "shard=8"), load_hardware("b200")).step
+    step = Price.of(count(build(ONE_B), "shard=8"), Hardware.load("b200")).step
     return step.lo, step.hi
 
 
 def newton_schulz_on_h100() -> Interval:
     work = sum(flops("standard", 2560, 2560, KELLER, torch.bfloat16))
-    best, _, worst = Rates(load_hardware("h100")).product(2560, 2560, "standard bfloat16", 64, work)
+    best, _, worst = Rates(Hardware.load("h100")).product(2560, 2560, "standard bfloat16", 64, work)
     return 64 * work / worst, 64 * work / best
 
 
@@ -78,7 +79,7 @@ def qwen25_3b_memory() -> Interval:
 
 
 def gram_over_standard(rows: int, cols: int) -> Interval:
-    hardware, times = load_hardware("a100"), []
+    hardware, times = Hardware.load("a100"), []
     for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
         work = sum(flops(method, rows, cols, KELLER, dtype))
         how = f"{method} {str(dtype).removeprefix('torch.')}"
@@ -95,8 +96,10 @@ def extra_flops() -> Interval:
 
 def torchtitan_tokens() -> Interval:
     exact = count("llama3-8b", "shard=8")
-    hardware, tokens = load_hardware("h100"), 8 * 8192.0
-    whole, adamw = _training_seconds(exact, Rates(hardware), tokens), adamw_step(exact, hardware)
+    hardware, tokens = Hardware.load("h100"), 8 * 8192.0
+    price = Price.of(exact, hardware, tokens=tokens)
+    whole, adamw = price.training, price.adamw
+    assert whole is not None, "of these tokens"
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 

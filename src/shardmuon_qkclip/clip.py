@@ -32,10 +32,8 @@ from shardmuon._torch import is_dtensor, local_if_any, never_compiled
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import creates_state_only
-from shardmuon_qkclip.layers import Attention, Holder, attention_layers, find_holders
-from shardmuon_qkclip.scaling import LayerLogits, Scaler, host_of
-
-_CHUNK = 1 << 24  # number of logits that are computed at a time
+from shardmuon_qkclip.layers import Attention, Holder, attention_layers
+from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
 
 class LogitReport(NamedTuple):
@@ -139,7 +137,7 @@ class QKClip:
                 f"optimizer is a {type(optimizer).__name__}, which is no torch.optim.Optimizer. Give the one that "
                 "steps the weights, of Megatron's chain optimizer.chained_optimizers[0].optimizer"
             )
-        holders = find_holders(model)
+        holders = Holder.all_in(model)
         self.layers = tuple(attention_layers(model) if layers is None else layers)
         if every < 1 or not self.layers:
             raise ValueError(
@@ -149,7 +147,7 @@ class QKClip:
         self.every, self._optimizer, self._measure = every, optimizer, logits
         params = {place.name: param for holder in holders.values() for param, place in holder.weights.values()}
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
-        if host_of(optimizer) is None:
+        if self._scaler.host is None:
             self._scaler.find()
         self._pending: dict[str, Tensor] = {}  # layer name -> largest logits since the last step
         self._has_reduced = False  # True once this step's maxima are reduced; a step may take several calls
@@ -243,7 +241,7 @@ class QKClip:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if creates_state_only():
             return
-        done, host = tuple[LayerLogits, ...](), host_of(optimizer)
+        done, host = tuple[LayerLogits, ...](), self._scaler.host
         try:
             if self._is_measured:
                 if not self._has_reduced:
@@ -281,22 +279,24 @@ class QKClip:
 def _largest_logits(
     query: Tensor,  # (.., H, L, E)
     key: Tensor,  # (.., G, S, E); G divides H
-    *,
-    scale: float | None = None,
+    value: Tensor | None = None,
     attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: hidden
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-    chunk: int = _CHUNK,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    chunk: int = 1 << 24,
 ) -> Tensor:  # (H,), fp32; -inf for a head whose logits are all hidden by the mask
-    """Compute the largest logit of each head over all batches and positions.
+    """Compute the largest logit of each head over all batches and positions. The arguments are those of
+    `torch.nn.functional.scaled_dot_product_attention`, of which some have no influence.
 
     Args:
-        query: Queries as for `torch.nn.functional.scaled_dot_product_attention`. For a DTensor, this rank's part is
-            used.
+        query: Queries. For a DTensor, this rank's part is used.
         key: Keys, likewise. They have fewer heads than the queries if several query heads share a key head.
-        scale: Scale of the softmax. Default: 1 / sqrt(E).
-        attn_mask: Mask as for the same function. Values that a float mask adds to logits are ignored, see
-            [Note: what is measured].
+        attn_mask: Mask. Values that a float mask adds to logits are ignored, see [Note: what is measured].
         is_causal: If True, query i sees only keys 0 to i.
+        scale: Scale of the softmax. Default: 1 / sqrt(E).
         chunk: Number of logits to compute at a time. At least one row of each head is computed.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
@@ -335,19 +335,6 @@ def _is_hidden(mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- inside of a forward
 
 
-def _of_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return _largest_logits(query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
-
-
 def _of_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor | None:
     if input.ndim < 3 or dim not in (-1, input.ndim - 1):
         return None
@@ -355,7 +342,7 @@ def _of_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any
 
 
 _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
-    F.scaled_dot_product_attention: _of_attention,
+    F.scaled_dot_product_attention: _largest_logits,
     F.softmax: _of_softmax,
     torch.softmax: _of_softmax,
     Tensor.softmax: _of_softmax,

@@ -166,6 +166,17 @@ class Holder(NamedTuple):
         values = (getattr(owner, name, None) for name in names for owner in owners)
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
+    @classmethod
+    def all_in(cls, model: nn.Module) -> dict[str, Holder]:
+        """Find every module that has parameters itself or in its submodules. The keys are module names."""
+        found: dict[str, Holder] = {}
+        for param, places in find_places(model):
+            for place in places:
+                for below, module in place.owners:
+                    name = place.name.removesuffix(below).rstrip(".")
+                    found.setdefault(name, cls(name, module, {})).weights.setdefault(below, (param, place))
+        return found
+
 
 def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
     """Find the attention layers of a model, in the model's order. The result, possibly edited, can be passed to
@@ -178,18 +189,7 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
         ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of an unknown
             type.
     """
-    return tuple(layer for layer in map(_layer_in, find_holders(model).values()) if layer is not None)
-
-
-def find_holders(model: nn.Module) -> dict[str, Holder]:
-    """Find every module that has parameters itself or in its submodules. The keys of the result are module names."""
-    found: dict[str, Holder] = {}
-    for param, places in find_places(model):
-        for place in places:
-            for below, module in place.owners:
-                name = place.name.removesuffix(below).rstrip(".")
-                found.setdefault(name, Holder(name, module, {})).weights.setdefault(below, (param, place))
-    return found
+    return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
 
 
 def _layer_in(holder: Holder) -> Attention | None:

@@ -62,20 +62,6 @@ from shardmuon.variants import WeightStage, stages_of
 from shardmuon_qkclip.layers import Attention, Rows
 
 
-def host_of(optimizer: Any) -> Host | None:
-    """Return the framework (such as DeepSpeed) whose tensors an optimizer steps, or None."""
-    hosts = getattr(optimizer, "hosts", None)
-    return hosts.active if isinstance(hosts, Hosts) else None
-
-
-def _weights_of(optimizer: Any) -> list[Weight]:
-    """List all weights of an optimizer, in the form in which it steps them."""
-    host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
-    if host is not None:
-        return host.weights(optimizer)
-    return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
-
-
 class LayerLogits(NamedTuple):
     """Largest logits of one layer in one step, and the factors by which they were scaled.
 
@@ -276,7 +262,7 @@ class Scaler(TableCall[_Bound]):
         return [self._one_listed(target) for target in self.find()]
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        return [(weight.name, weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
+        return [(weight.name, weight.stored, weight.group) for weight in self._weights()]
 
     def made(self, table: Table) -> tuple[_Bound, _Told]:
         found = self.find()
@@ -322,6 +308,19 @@ class Scaler(TableCall[_Bound]):
 
     # ------------------------------------------------------------------------------------------- finding the weights
 
+    @property
+    def host(self) -> Host | None:
+        """The framework (such as DeepSpeed) whose tensors the optimizer steps, or None."""
+        hosts = getattr(self._optimizer, "hosts", None)
+        return hosts.active if isinstance(hosts, Hosts) else None
+
+    def _weights(self) -> list[Weight]:
+        """List all weights of the optimizer, in the form in which it steps them."""
+        if self.host is not None:
+            return self.host.weights(self._optimizer)
+        groups = enumerate(self._optimizer.param_groups)
+        return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
+
     def find(self) -> list[_Target]:
         """Find every weight of the layers in the optimizer: the model's parameter, or a framework's copy with the same
         name.
@@ -329,9 +328,9 @@ class Scaler(TableCall[_Bound]):
         Raises:
             ValueError: A weight is not in the optimizer, must not be scaled, or belongs to two layers.
         """
-        weights = _weights_of(self._optimizer)
+        weights = self._weights()
         known: dict[object, Weight] = {key: w for w in weights for key in (w.name, id(w.param))}
-        found, has_copies = dict[int, _Target](), host_of(self._optimizer) is not None
+        found, has_copies = dict[int, _Target](), self.host is not None
         for layer, rows in [(one, rows) for one in self._by_name.values() for rows in one.rows]:
             param = self._params.get(rows.weight)
             weight = known.get(id(param)) or known.get(rows.weight)

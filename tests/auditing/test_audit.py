@@ -33,7 +33,7 @@ from variant_cases import CASES, LATER
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
 from shardmuon.auditing.live import _choose
-from shardmuon.auditing.reference import FORMULAS
+from shardmuon.auditing.reference import _FORMULAS
 from shardmuon.auditing.report import AuditReport
 from shardmuon.layout import pieces
 from shardmuon.layout.pieces import Held, Tile
@@ -184,7 +184,7 @@ def test_matrices_of_zeros_and_gradients_of_zeros_are_sound() -> None:
 def test_rows_of_zeros_are_sound_and_a_stage_without_a_formula_is_said_to_be_unchecked(
     variant: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(FORMULAS, NorMuon)
+    monkeypatch.delitem(_FORMULAS, NorMuon)
     weight = nn.Parameter(torch.eye(6, 8))
     weight.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.0], [1.0]] * 3)
     report = step_of(Muon([weight], lr=0.1, variant=variant))

@@ -23,11 +23,12 @@ from tolerances import (
 )
 from torch import Tensor
 
-from shardmuon.auditing.dense import _block_of, _part_of, sent_by
-from shardmuon.auditing.reference import Reference, recovered_update
+from shardmuon.auditing.live import _block_of, _part_of, _sent_by
+from shardmuon.auditing.reference import Arithmetic, Reference
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS, Settings
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import schedule as named
 from shardmuon.step.update import apply_
 from shardmuon.testing.layouts import cut_matrices
@@ -96,7 +97,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
     # A weight is rounded when it is decayed and when the update comes off, on each way; and so is what comes off.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
-    assert_rounded(recovered_update(before, after, s, scale, update), update, roundings=1, scale=sizes)
+    arithmetic = Arithmetic(s, Choice("standard"), *[torch.float64] * 6)
+    assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
 
 
 @settings(max_examples=20)
@@ -109,7 +111,7 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[Para
         for index, expected in enumerate(cut_matrices(layout.view, full)):
             sent = torch.full((expected.numel(),), math.nan)
             for rank, held in zip(layout.ranks, layout.held, strict=True):
-                alone, part = _part_of(layout.view, index, held), sent_by(layout, index, rank)
+                alone, part = _part_of(layout.view, index, held), _sent_by(layout, index, rank)
                 there = torch.isin(expected.reshape(-1), storage[rank]).nonzero().flatten()
                 assert torch.equal(alone.select(storage[rank]), expected.reshape(-1)[alone.places])
                 assert torch.equal(alone.places.sort().values, there)

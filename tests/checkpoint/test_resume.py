@@ -28,7 +28,7 @@ from variant_cases import LATER
 from shardmuon import Muon, checkpoint
 from shardmuon.layout.engines import engine_of
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.compare import rows_stored
+from shardmuon.testing.compare import _rows_stored
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
@@ -146,7 +146,7 @@ class Job:
             for name, of_one in full.items():
                 param = self.model.get_parameter(name)
                 here = param if key == "weights" else self.optimizer.state[param][key]
-                wanted = rows_stored(of_one, here) if key in KEPT_KEYS else local(cut[name])
+                wanted = _rows_stored(of_one, here) if key in KEPT_KEYS else local(cut[name])
                 stored = local(here).flatten()
                 if stored.dtype != of_one.dtype or not torch.equal(stored, wanted.flatten().to(of_one.dtype)):
                     found.append(f"{key} of {name}")

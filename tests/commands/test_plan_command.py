@@ -19,9 +19,9 @@ from torch import nn
 from shardmuon import Muon
 from shardmuon.commands import main as cli
 from shardmuon.foresight import Report, plan, price_plan
-from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, Time, _Known, seconds
-from shardmuon.foresight.models import build
-from shardmuon.foresight.report import _lanes, _number, _sections, _size
+from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, _Known
+from shardmuon.foresight.models import _build as build
+from shardmuon.foresight.report import Time, _lanes, _number, _seconds, _sections, _size
 from shardmuon.price.clock import Event, _Phase
 
 DENSE = decoder(96, 48, 2, 4, 2, 12, 80)
@@ -118,7 +118,7 @@ def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> Non
 
 def test_units_are_those_that_people_read() -> None:
     values = (0.0, 3.21e-6, 0.0785, 0.9996, 4.951, 123.4)
-    assert [seconds(v) for v in values] == ["0 us", "3.21 us", "78.5 ms", "1,000 ms", "4.95 s", "123 s"]
+    assert [_seconds(v) for v in values] == ["0 us", "3.21 us", "78.5 ms", "1,000 ms", "4.95 s", "123 s"]
     values = (0, 1023, 2**20, 3.5 * 2**40, -(2**31))
     assert [_size(v) for v in values] == ["0 B", "1,023 B", "1 MiB", "3.5 TiB", "-2 GiB"]
     assert [_number(v) for v in (12, 7_000_000, 1.04e12)] == ["12", "7 M", "1.04 T"]

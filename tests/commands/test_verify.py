@@ -22,7 +22,7 @@ from shardmuon.commands.main import main
 from shardmuon.commands.verify import _row
 from shardmuon.step import update
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.frameworks import FSDP1_ROWS
+from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
@@ -112,7 +112,7 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        ((), {}, 0, f" of {len(LAYOUTS) + len(FSDP1_ROWS)} layouts keep the contract"),  # all that torch makes
+        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),  # all that torch makes
         (TWO, {compare_with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {compare_with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {compare_with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import Mesh, count
-from shardmuon.foresight.models import build
+from shardmuon.foresight.job import _Mesh, count
+from shardmuon.foresight.models import _build as build
 from shardmuon.testing.pool import get_pool
 
 # ---------------------------------------------------------------------------------------- plans of any layout, counted
@@ -44,7 +44,7 @@ AUTO: dict[str, Any] = {"bucket_bytes": 20_000}  # bytes of the wire, which is b
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
-def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
+def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[str, Any]]:
     """The model as its users would shard it, with torch's own functions."""
     torch.manual_seed(0)
     model: Any = build(config, "cpu")
@@ -80,7 +80,7 @@ def _live_model(config: dict[str, Any], mesh: Mesh) -> tuple[nn.Module, dict[str
     return model, {}
 
 
-def _live(config: dict[str, Any], mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
+def _live(config: dict[str, Any], mesh: _Mesh, options: dict[str, Any]) -> dict[str, Any]:
     model, given = _live_model(config, mesh)
     optimizer = Muon(model, lr=0.02, **options, **given)
     for p in model.parameters():

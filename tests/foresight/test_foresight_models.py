@@ -10,8 +10,9 @@ import torch
 from published import decoder, rounded
 from torch import nn
 
-from shardmuon.foresight.job import _parse_mesh, _stages_of, count
-from shardmuon.foresight.models import AFTER, Param, _active_of, _presets, build
+from shardmuon.foresight.job import _AFTER, _Param, _parse_mesh, _stages_of, count
+from shardmuon.foresight.models import _active_of, _presets
+from shardmuon.foresight.models import _build as build
 from shardmuon.layout.views import matrix_view
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
@@ -84,10 +85,10 @@ def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_the
         for key in ("muon_elements", "orthogonalized")
     )
     assert muon[0] == muon[1] and done[0] == done[1]
-    layers = (-1, *range(11), AFTER)  # a parameter of each layer, one before and one after them
-    params = [Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in layers]
+    layers = (-1, *range(11), _AFTER)  # a parameter of each layer, one before and one after them
+    params = [_Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in layers]
     uneven = _stages_of(params, _parse_mesh("pp=4"))
-    assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, AFTER]]
+    assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, _AFTER]]
     assert _stages_of([], _parse_mesh("dp=1")) == [[]]
 
 

@@ -14,20 +14,10 @@ import yaml
 from tolerances import assert_rounded
 
 from shardmuon.foresight import hardware as hardware_module
-from shardmuon.foresight.counting import BucketCount, RankClass, Sent, Stored, _Matrices, _Sides
-from shardmuon.foresight.hardware import (
-    _FOLDER,
-    Hardware,
-    Rates,
-    Time,
-    _Known,
-    _measured,
-    _parse,
-    load,
-    names,
-)
-from shardmuon.foresight.job import Exact, Mesh
-from shardmuon.foresight.pricing import adamw_step, price
+from shardmuon.foresight.counting import BucketCount, _Matrices, _Sent, _Sides
+from shardmuon.foresight.hardware import _FOLDER, Hardware, Rates, _Known, _measured, _parse
+from shardmuon.foresight.job import Exact, _Mesh, _RankClass, _Stored
+from shardmuon.foresight.report import Price, Time
 from shardmuon.orthogonalize import batch_size
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -68,9 +58,9 @@ def test_tables_are_straight_in_logarithms_and_say_where_they_end(
 # ----------------------------------------------------------------------------------------------------- hardware files
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", Hardware.names())
 def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
-    hardware = load(name)
+    hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
     assert not all(one.verified for one in hardware.numbers.values())  # nobody has measured all of one of these here
@@ -126,7 +116,7 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     """Zeros that fill it take the time of matrices, and a small one that of its launches."""
-    machine, size = load("h100"), batch_size(256, 256, torch.device("cuda"))
+    machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
         return Time(*Rates(machine).product(side, side, "standard bfloat16", num, flops))
@@ -138,7 +128,7 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     assert size * one.lo > of(size).lo >= large.lo
     assert of(1) == of(32) and of(33) == of(64) == Time(*(2 * end for end in of(32)))
     assert each.hi < 34 * one.hi
-    assert of(1, flops=1000).lo == 22 * machine["launch"].at()[0].lo
+    assert of(1, flops=1000).lo == 22 * machine["launch"].at()[0][0]
 
 
 def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
@@ -186,13 +176,13 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
 
 
 def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> None:
-    found, certain = price(_exact(), _machine()), price(_exact(), _machine(certain=True))
+    found, certain = Price.of(_exact(), _machine()), Price.of(_exact(), _machine(certain=True))
     assert certain.step.lo == certain.step.mid == certain.step.hi and certain.reason == "nothing in it is uncertain"
     assert_rounded(math.fsum(part.mid for part in certain.parts.values()), certain.step.mid, roundings=40)
     assert found.step.lo < found.step.mid < found.step.hi
     assert found.reasons[0][0] == "products" and "peak the matrix products reach" in found.reason
     assert math.fsum(share for _, _, share in found.reasons) > 0.5
-    shipped = price(_exact(rows=64), load("h100"))
+    shipped = Price.of(_exact(rows=64), Hardware.load("h100"))
     assert "overlap" in shipped.unverified and "link" not in shipped.unverified
     assert shipped.extrapolated == ("efficiency of any: 64x4096",)
 
@@ -216,11 +206,11 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     exact, machine = _exact(), _machine(certain=True)
     (rank,) = exact.classes
     fuller = replace(rank, ranks=(4,), adamw_elements=2_000)
-    found = adamw_step(replace(exact, classes=(rank, fuller)), machine)
+    found = Price.of(replace(exact, classes=(rank, fuller)), machine).adamw
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
-    assert found.hi < price(exact, machine).step.lo
+    assert found.hi < Price.of(exact, machine).step.lo
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -270,7 +260,7 @@ def _but(without: str, given: dict[str, _Known]) -> Hardware:
 def _exact(rows: int = 1024) -> Exact:
     """Four ranks that share eight matrices of rows x 4096 in two buckets, one matrix a rank and bucket."""
     size = rows * 4096
-    moved = Sent(inside=2 * size * 3 // 4, peers_inside=3)
+    moved = _Sent(inside=2 * size * 3 // 4, peers=3)
     sides = _Sides(gather=moved, scatter=moved)
     buckets = tuple(
         BucketCount(
@@ -287,13 +277,13 @@ def _exact(rows: int = 1024) -> Exact:
         )
         for number in range(2)
     )
-    rank = RankClass(
+    rank = _RankClass(
         ranks=(0, 1, 2, 3),
         stage=0,
-        stored=Stored(weights=8 * size, momentum=8 * size, moments=8_000),
+        stored=_Stored(weights=8 * size, momentum=8 * size, moments=8_000),
         buckets=buckets,
         muon_elements=2 * size,
         adamw_elements=1_000,
         votes=1,
     )
-    return Exact("toy", "made for tests", 8 * size, 4_000, Mesh(shard=4), (rank,), tokens_flops=6 * 10**9)
+    return Exact("toy", "made for tests", 8 * size, 4_000, _Mesh(shard=4), (rank,), tokens_flops=6 * 10**9)

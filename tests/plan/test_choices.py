@@ -16,8 +16,7 @@ from simulated import PAIRS, SHARING, by_rates, sharded, spec
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon
-from shardmuon.foresight import plan, price_plan
-from shardmuon.foresight.hardware import load, names
+from shardmuon.foresight import Hardware, plan, price_plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
@@ -86,7 +85,7 @@ def _others(made: Plan) -> Iterator[Plan]:
             yield dataclasses.replace(made, buckets=cut)
 
 
-_H100 = load("h100")
+_H100 = Hardware.load("h100")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -129,19 +128,19 @@ def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
 
 def _machine_of_file(name: str) -> Machine:
     """Its middle values, as whole numbers."""
-    of, file = load(name).middle, load(name)
+    of, file = Hardware.load(name).middle, Hardware.load(name)
     network = of("nic") * min(1.0, of("nics_per_node") / of("gpus_per_node")) * of("nic_efficiency")
     passes = of("memory_bandwidth") * of("memory_efficiency"), of("link") * of("link_efficiency"), network
     latencies = ("latency_inside", "latency_across", "latency_peer", "host_bucket", "host_matrix", "launch")
     rates = [of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")]
     rates += [*(rate / 1e6 for rate in passes), file.gpus_per_node, *(1e9 * of(number) for number in latencies)]
     table = file[file.efficiency("standard bfloat16", "bfloat16")]
-    return Machine(name, tuple(round(1000 * table.at(side)[0].mid) for side in _SIDES), *map(round, rates))
+    return Machine(name, tuple(round(1000 * table.at(side)[0][1]) for side in _SIDES), *map(round, rates))
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
     """One without a row is named; one of a user's own is an option, which ranks compare by its text."""
-    assert {name: _machine_of_file(name) for name in names()} == MACHINES
+    assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")
     )

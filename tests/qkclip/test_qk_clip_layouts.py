@@ -24,7 +24,7 @@ from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, ZeroRun
+from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.layers import Attention, Rows
@@ -145,7 +145,7 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
 
 @pytest.mark.parametrize(
     ("row", "dtype"),
-    [*((row, torch.float32) for row in ZERO_ROWS), ("zero2", torch.bfloat16), ("zero3", torch.bfloat16)],
+    [*((row, torch.float32) for row in ZeroRun.ROWS), ("zero2", torch.bfloat16), ("zero3", torch.bfloat16)],
 )
 def test_zero_steps_and_clips_as_one_process_does(
     row: str, dtype: torch.dtype, deepspeed_pools: dict[int, RankPool]
@@ -154,7 +154,7 @@ def test_zero_steps_and_clips_as_one_process_does(
     assert deepspeed_pools[2].run(_framework_matches, ZeroRun, row, dtype) == [[]] * 2
 
 
-@pytest.mark.parametrize("row", FSDP1_ROWS)
+@pytest.mark.parametrize("row", Fsdp1Run.ROWS)
 def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -> None:
     assert world4.run(_framework_matches, Fsdp1Run, row, torch.float32) == [[]] * 4
 

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from demo_script import load_example
 
 from shardmuon.testing import RankPool
-from shardmuon.testing.pool import preload
 
 AUDITED = 2  # the step, counted from 1; each example trains more steps, also after it has resumed
 
-preload("stack_preload")
+RankPool.preload("stack_preload")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from variant_cases import CASES
 
 from shardmuon import ExchangeError, Muon, audit
 from shardmuon._torch import foreach, local_if_any
-from shardmuon.foresight.job import exact_of
+from shardmuon.foresight.job import Exact
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.plan.plan import Plan
 from shardmuon.step.bucket import start
@@ -301,7 +301,7 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24
     assert above <= 2 * bucket + (3 if method == "standard" else 4) * bucket + portion
-    assert above <= max(c.peak for c in exact_of(plan).classes), "what `shardmuon plan` says"
+    assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
 # Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.

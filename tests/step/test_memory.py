@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardmuon import Muon
 from shardmuon.comm import groups
-from shardmuon.foresight.job import exact_of
+from shardmuon.foresight.job import Exact
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, meshes_on
@@ -40,7 +40,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     job.step(1)
     peak, plan = peak_of(job.optimizer.step), job.optimizer.plan
     assert plan is not None
-    (said,) = (c.peak for c in exact_of(plan).classes if dist.get_rank() in c.ranks)
+    (said,) = (c.peak for c in Exact.of_plan(plan).classes if dist.get_rank() in c.ranks)
     return peak, said
 
 

@@ -11,7 +11,7 @@ from variant_cases import LATER, TOGETHER
 
 from shardmuon import Muon
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.frameworks import FSDP1_ROWS
+from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool, get_pool
 
@@ -30,7 +30,7 @@ def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float,
         *((3, "hyperball", name) for name in list(LAYOUTS)[::6]),
         *((4, TOGETHER, name) for name in LAYOUTS),
         *((4, variant, name) for variant in ("normuon", *LATER) for name in ("hsdp+tp", "ep+fsdp")),
-        *((4, variant, name) for variant, name in zip((TOGETHER, "normuon") * 2, FSDP1_ROWS, strict=True)),
+        *((4, variant, name) for variant, name in zip((TOGETHER, "normuon") * 2, Fsdp1Run.ROWS, strict=True)),
     ],
 )
 def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant: str, layout: str) -> None:

@@ -1,9 +1,9 @@
 """Audit live steps: compare a step with a dense (unsharded) reference step, and name any fault.
 
 `audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. An audit is run by `live`,
-which rebuilds the layout table. `dense` assembles whole matrices from their shards. `reference` steps them in the
-arithmetic of the live step and in exact arithmetic. `judge` compares the results and decides which differences rounding
-explains. `naming` finds the cause of all others.
+which rebuilds the layout table and assembles whole matrices from their shards. `reference` steps them in the arithmetic
+of the live step and in exact arithmetic. `judge` compares the results, decides which differences rounding explains, and
+finds the cause of all others.
 """
 
 from __future__ import annotations

@@ -30,44 +30,40 @@
     reference. Its length in that direction is divided by the root mean square of the lengths of the differences that
     shaking causes. The largest of these ratios counts, relative to the largest such ratio for the result itself. In
     each direction, an error of at least one spacing of the result is assumed.
+
+[Note: naming a fault]
+    Known faults are simulated. A guess is the name of a fault, a description, and the (rows, cols) fp64 weights that a
+    step with this fault would produce. It explains the wrong update if only a small fraction remains unexplained, both
+    of the update and of its difference from the dense reference, measured by direction as in [Note: the shake]. The
+    first guess that leaves almost nothing unexplained names the fault. If there is none, the guess that leaves the
+    least does.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Generator, Tensor
 
-from shardmuon.auditing.dense import Block
-from shardmuon.auditing.reference import (
-    Arithmetic,
-    KeptNumbers,
-    Reference,
-    momentum_of,
-    norm_of,
-    orthogonalized,
-    prepared,
-    recovered_update,
-    relative_error,
-    staged,
-    weight_stages,
-    weights_after,
-)
+from shardmuon.auditing.reference import Arithmetic, Reference, relative_error
 from shardmuon.auditing.report import Finding, MatrixRow
 from shardmuon.options import lr_scale
 from shardmuon.orthogonalize import TORCH_EPS
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
+_Block = tuple[slice, slice]
+_Kept = Mapping[str, Tensor]  # key of a stage -> values that it stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # dict key for the norm of the weights; other keys belong to stages that store values
-_FIRST, ALL = 2, 16  # numbers of perturbed runs: at first, and before a fault is reported
+_FIRST, _ALL = 2, 16  # numbers of perturbed runs: at first, and before a fault is reported
 _TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
 _BLIND = 0.5  # if the allowed difference is larger, a correct update cannot be distinguished from a wrong one
 _SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest ones most
@@ -78,6 +74,7 @@ _OWN = 1e-9  # relative error of the reference itself, which loses small values 
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which allows two of these
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDINGS = 4  # roundings of a norm: the norm, the stored value, the factor, and its product with an element
+_Guess = tuple[str, str, Tensor]
 
 
 class _StepWith(NamedTuple):
@@ -97,10 +94,10 @@ class _StepWith(NamedTuple):
     after: Tensor
     factor: Tensor
     on_weights: Tensor
-    numbers: KeptNumbers
+    numbers: _Kept
 
 
-class Evidence:
+class _Evidence:
     """One whole matrix before and after a step, the arithmetic of that step, and the dense step computed from them.
 
     Args:
@@ -125,24 +122,24 @@ class Evidence:
             the precision that the weights can represent.
     """
 
-    def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> None:
+    def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> None:
         self.arithmetic, self.settings, self.blocks = arithmetic, arithmetic.settings, blocks
         self.shape = row.rows, row.cols
         self.before, self.after = (
             {what: both[at].view(self.shape) if what in _MATRICES else both[at] for what, both in whole.items()}
             for at in (0, 1)
         )
-        for stage in weight_stages(self.settings.stages):
-            if not self.before[stage.key]:  # not stored yet, or 0: the step uses the norm of the weights
-                self.before[stage.key] = norm_of(self.before["weights"])
+        for key, norm in arithmetic.norms(self.before["weights"]).items():
+            if not self.before[key]:  # not stored yet, or 0: the step uses the norm of the weights
+                self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
         self.findings, self.wrong = list[Finding](), list[Finding]()
         self._eps = torch.finfo(arithmetic.products).eps
         self._wide = torch.promote_types(arithmetic.products, torch.float32)
         self._runs = defaultdict[str, list[Any]](list)
-        self.momentum, self.given = momentum_of(self.before["momentum"], self.before["gradient"], arithmetic)
-        self.fed = prepared(self.given, self.settings.stages)
+        self.momentum, self.given = arithmetic.momentum_after(self.before["momentum"], self.before["gradient"])
+        self.fed = arithmetic.prepared(self.given)
 
     def say(self, name: str, found: str, allowed: str) -> None:
         """Record a fault found in this matrix."""
@@ -164,32 +161,32 @@ class Evidence:
         """Compute the dense reference step twice: in the arithmetic of the live step, and in exact arithmetic."""
         self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
-        self.dense = orthogonalized(self.fed, self.arithmetic)
+        self.dense = self.arithmetic.orthogonalized(self.fed)
         self.step = self.stepped(self.dense)
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
         """Step the weights with a result of the orthogonalizer, (rows, cols) fp64, including stages, weight decay and
         rounding. `factor` replaces the factor that the stages after the orthogonalizer would compute."""
-        a, stages = self.arithmetic, self.settings.stages
-        kept: KeptNumbers = self.before
+        a, kept = self.arithmetic, self.before
         if factor is None:
-            factor, _, kept = staged(AfterStage, stages, result, kept)
+            factor, _, kept = a.staged(AfterStage, result, kept)
         result = (result * factor).to(a.wire).double()
-        updated = weights_after(self.before["weights"], result, self.scale, a)
-        on_weights, weights, kept = staged(WeightStage, stages, updated, kept)
+        updated = a.weights_after(self.before["weights"], result, self.scale)
+        on_weights, weights, kept = a.staged(WeightStage, updated, kept)
         after = weights.double()
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
-    def numbers(self, values: Mapping[str, Tensor]) -> KeptNumbers:
+    def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
         """Return the values that stages store, and the norm of the weights if a stage controls it."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
-        return {**found, _NORM: values["weights"].norm()} if weight_stages(self.settings.stages) else found
+        return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
         """Recover the orthogonalizer's result from the weights after a step, assuming that all stages were correct."""
         step, before = self.step, self.before["weights"]
-        return recovered_update(before, after / step.on_weights, self.settings, self.scale, step.staged) / step.factor
+        found = self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged)
+        return found / step.factor
 
     # ------------------------------------------------------------------------------------------------- the shake
 
@@ -199,7 +196,7 @@ class Evidence:
         runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
 
-    def reordered(self, generator: Generator) -> tuple[Tensor, KeptNumbers]:
+    def reordered(self, generator: Generator) -> tuple[Tensor, _Kept]:
         """Run the step with permuted rows and columns and perturbed elements. Returns the length in each direction,
         (m,), of the difference between the update and the dense update, and the values that stages store after the
         step."""
@@ -209,7 +206,7 @@ class Evidence:
         x.view(-1)[few.to(x.device)] *= (1 + self._eps * signs).to(x.device, x.dtype)
         x *= 1 + int(torch.randint(-_TOGETHER, _TOGETHER + 1, (), generator=generator)) * torch.finfo(self._wide).eps
         rows, cols = (torch.randperm(n, generator=generator).to(x.device) for n in x.shape)
-        result = orthogonalized(x[rows][:, cols], self.arithmetic, nudged=True)
+        result = self.arithmetic.orthogonalized(x[rows][:, cols], nudged=True)
         step = self.stepped(result[rows.argsort()][:, cols.argsort()])
         return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
@@ -226,7 +223,7 @@ class Evidence:
         least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # the least divisor with "torch"
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
-        result = orthogonalized(bordered, self.arithmetic, nudged=True)[1:-1, 1:-1]
+        result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]
         difference = self.seen(result - self.dense)
         return _lengths(difference + less.to(difference))
 
@@ -269,6 +266,32 @@ class Evidence:
         allowed = _TIMES * unit * max(1.0, float((shaken / noise).amax()))
         return lambda difference: unit * float((_lengths(difference) / noise).amax()), allowed
 
+    # ------------------------------------------------------------------------------------------- naming a fault
+
+    def find_cause(self, others: Sequence[_Evidence]) -> None:
+        """Find out why the update, or the norm of the weights, differs from the dense reference step, and record the
+        fault ([Note: naming a fault]).
+
+        Args:
+            others: Judged matrices of the same shape, with which it may have been swapped.
+        """
+        measure, allowed = self.spread(_ALL)
+        # An update that is far too short differs from the dense update by about the whole dense update. It is compared
+        # with its own size instead, or else any guess would explain it.
+        whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
+        wrong, least = self.wrong[0], max(allowed, 0.35 * whole)  # what a guess may leave unexplained
+        name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
+        # if the weights' norm is wrong, a guess may leave half of its error
+        most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
+        frozen = "frozen", "no weight changed, with a gradient and a learning rate", self.before["weights"]
+        of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
+        stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
+        for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
+            left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)  # less is almost nothing
+            if left < least and (after.norm() - norm).abs() <= most:
+                least, name, found = left, guess, text
+        self.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
+
 
 def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
     return torch.linalg.vector_norm(coords, dim=1).double()  # type: ignore[no-any-return]
@@ -277,10 +300,10 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 # --------------------------------------------------------------------------------------------------------- judging
 
 
-def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: dict[str, Tensor]) -> Evidence:
-    """Compare the step of one matrix with the reference. `naming.name_fault` later finds the cause of a wrong update.
-    The arguments are the same as for `Evidence`."""
-    e = Evidence(row, arithmetic, blocks, whole)
+def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> _Evidence:
+    """Compare the step of one matrix with the reference. `find_cause` later names a wrong update.
+    The arguments are the same as for `_Evidence`."""
+    e = _Evidence(row, arithmetic, blocks, whole)
     values = {what: e.before[what] for what in _MATRICES}
     values["updated weights"] = e.after["weights"]
     if bad := [what for what, value in values.items() if not bool(value.isfinite().all())]:
@@ -303,7 +326,7 @@ def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[Block], whole: di
     return e
 
 
-def _judge_momentum(e: Evidence) -> None:
+def _judge_momentum(e: _Evidence) -> None:
     expected, before, found = e.momentum.double(), e.before["momentum"], e.after["momentum"]
     stored = e.arithmetic.stored
     # Storing the momentum rounds each element once, by at most one eps. 8-bit codes ([Note: 8-bit codes] in
@@ -318,13 +341,13 @@ def _judge_momentum(e: Evidence) -> None:
     e.check(difference, allowed, "momentum_wrong", f"the momentum after the step {what}")
 
 
-def _judge_norm_before(e: Evidence) -> None:
+def _judge_norm_before(e: _Evidence) -> None:
     """Compare stored norms with the norms of the weights before the step. Multiplying half-precision weights by a
     factor near 1 may have no effect, because of rounding. So the norms may differ as if each element were off by half a
     spacing, all in the same direction, and by half a spacing more because the update is rounded, too."""
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
-    for stage in weight_stages(e.settings.stages):
+    for stage in e.arithmetic.weight_stages:
         kept = float(e.before[stage.key])
         e.check(
             abs(kept - norm),
@@ -334,11 +357,11 @@ def _judge_norm_before(e: Evidence) -> None:
         )
 
 
-def _judge_still(e: Evidence) -> None:
+def _judge_still(e: _Evidence) -> None:
     """Check a step that applies no update: weights may decay, but must not change otherwise."""
     before, after = e.before["weights"], e.after["weights"]
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
-    roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if weight_stages(e.settings.stages) else 0.0)
+    roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if e.arithmetic.weight_stages else 0.0)
     allowed = roundings * (float(before.norm()) + float(after.norm())) + 1e-12
     e.check(
         left,
@@ -348,9 +371,9 @@ def _judge_still(e: Evidence) -> None:
     )
 
 
-def _judge_prepared(e: Evidence) -> None:
+def _judge_prepared(e: _Evidence) -> None:
     """Compare the orthogonalizer's input that the code of the live stages computes with the stages' formulas."""
-    _, exact, _ = staged(BeforeStage, e.settings.stages, e.given.double(), {})
+    _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
     # each stage rounds its factor once, and the product of the factor with an element once
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
@@ -362,7 +385,7 @@ def _judge_prepared(e: Evidence) -> None:
     )
 
 
-def _judge_dense(e: Evidence) -> None:
+def _judge_dense(e: _Evidence) -> None:
     """Compare the dense result with exact arithmetic, unless rounding could explain any result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
@@ -379,7 +402,7 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
     """Return the measured and the allowed difference. Only a few perturbed runs are used if they explain the difference
     already; otherwise all are."""
     found = allowed = 0.0
-    for count in (_FIRST, ALL):
+    for count in (_FIRST, _ALL):
         measure, allowed = spread(count)
         found = measure(difference)
         if found <= allowed:
@@ -387,7 +410,7 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
     return found, allowed
 
 
-def _judge_numbers(e: Evidence) -> None:
+def _judge_numbers(e: _Evidence) -> None:
     """Compare the values that stages store after the step with the stages' formulas and, if a stage controls the norm
     of the weights, compare the norm with that of the dense step."""
     live = e.numbers(e.after)
@@ -397,7 +420,7 @@ def _judge_numbers(e: Evidence) -> None:
         # error from rounding a mean of squares and its running average, or a norm, to fp32
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
-            runs = e.shaken(e.reordered, ALL)
+            runs = e.shaken(e.reordered, _ALL)
             allowed += _TIMES * max(float((numbers[key] - expected).abs().sum()) for _, numbers in runs)
         if difference > allowed and key == _NORM:
             e.suspect(
@@ -413,7 +436,7 @@ def _judge_numbers(e: Evidence) -> None:
             )
 
 
-def _judge_update(e: Evidence) -> None:
+def _judge_update(e: _Evidence) -> None:
     """Compare the applied update with the dense update. If the weights are bitwise equal, the report's row has a
     difference of 0, and the limit from the comparison with exact arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
@@ -422,7 +445,7 @@ def _judge_update(e: Evidence) -> None:
         difference, allowed = _asked(e.spread, e.seen(e.update - e.arrived))
         status = "inconclusive" if allowed > _BLIND else "ok" if difference <= allowed else "fault"
     e.row = replace(e.row, status=status, compared=True, difference=difference, allowed=allowed)
-    arrived = along(e.arrived, e.dense)
+    arrived = _along(e.arrived, e.dense)
     if arrived < 1 - _BLIND:
         e.say(
             "update_lost_to_rounding",
@@ -440,8 +463,104 @@ def _judge_update(e: Evidence) -> None:
         e.suspect("wrong_matrix" if fits else "update_differs", text, allowed)
 
 
-def along(update: Tensor, expected: Tensor) -> float:
+def _along(update: Tensor, expected: Tensor) -> float:
     """Compute the length of `update` in the direction of `expected`, relative to the length of `expected`. Rounding
     errors have no common direction, so they hardly change it."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0
+
+
+# ---------------------------------------------------------------------------------------------- naming a fault
+
+
+def _parts(e: _Evidence) -> dict[str, list[_Block]]:
+    """List parts of the matrix that a faulty step may have mistaken for the whole: its shards and its halves. A kind of
+    part is listed only if there are at least two."""
+    rows, cols = e.shape
+    cuts = {
+        "shards": e.blocks,
+        "halves of its rows": [(slice(0, rows // 2), slice(0, cols)), (slice(rows // 2, rows), slice(0, cols))],
+        "halves of its columns": [(slice(0, rows), slice(0, cols // 2)), (slice(0, rows), slice(cols // 2, cols))],
+    }
+    held = {what: [block for block in blocks if e.before["weights"][block].numel()] for what, blocks in cuts.items()}
+    return {what: blocks for what, blocks in held.items() if len(blocks) > 1}
+
+
+def _of_stages(e: _Evidence) -> Iterator[_Guess]:
+    """Yield guesses about stages that preserve the norm of the weights: the norm of a shard or half was used, and
+    perhaps stored, instead of the norm of the whole matrix; or a stage did not run."""
+    a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
+    parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
+    for what, blocks in parts:
+        for kept_too in (True, False):
+            after = e.step.updated.clone()
+            for block in blocks:
+                kept = {**e.before, **(a.norms(e.before["weights"][block]) if kept_too else {})}
+                after[block] = a.staged(WeightStage, after[block], kept)[1]
+            yield "norm_of_shard", f"norms of its {what} on its weights lead to that", after.double()
+    if keys:
+        yield "norm_wrong", "its stages on weights did not run", e.step.updated.double()
+    for stage in (s for s in e.settings.stages if isinstance(s, AfterStage) and s.key in keys):
+        own, factor = type(stage).__name__, a.staged(AfterStage, e.dense, e.before, without=stage)[0]
+        yield "variant_wrong", f"it is an update without {own}", e.stepped(e.dense, factor).after
+        for what, block in ((what, block) for what, blocks in parts for block in blocks):
+            kept = {**e.before, **a.norms(e.before["weights"][block])}
+            factor = a.staged(AfterStage, e.dense, kept)[0]
+            text = f"its length is what {own} makes of the norm of one of its {what}"
+            yield "norm_of_shard", text, e.stepped(e.dense, factor).after
+
+
+def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
+    """Yield guesses in which the update has the right direction but a wrong length."""
+    rows, cols = e.shape
+    for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
+        scale = lr_scale(e.settings.adjust_lr_fn, m, n)
+        text = f"its scale is {scale:.4g}, that of a {m}x{n} shard, not {e.scale:.4g} of the whole {rows}x{cols} one"
+        yield "scale_from_shard_shape", text, scale / e.scale * e.dense
+    ratio = _along(e.update, e.arrived)
+    if ratio > 0:
+        name, times = ("clipped_update", "of") if ratio < 1 else ("scale_wrong", "times")
+        yield name, f"it is the right direction at {ratio:.3g} {times} its length", ratio * e.dense
+    limit = float(e.update.abs().amax())
+    yield "clipped_update", f"elements are clamped at {limit:.3g}", e.dense.clamp(-limit, limit)
+
+
+def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
+    """Yield guesses in which parts of the matrix were orthogonalized separately, or swapped."""
+    for what, blocks in _parts(e).items():
+        result = torch.zeros_like(e.dense)
+        for block in blocks:
+            own = e.arithmetic.orthogonalized(e.fed[block])
+            result[block] = _along(e.update[block], own) * own  # the scale may come from the block's own shape
+        yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
+    result, text = e.dense.clone(), ""
+    for i, at in enumerate(e.blocks):
+        alike = [(j, block) for j, block in enumerate(e.blocks) if e.dense[block].shape == e.dense[at].shape]
+        j, nearest = min(alike, key=lambda one: float((e.update[at] - e.dense[one[1]]).norm()))
+        result[at] = e.dense[nearest]
+        if i != j:
+            text = text or f"block {i} of its {len(e.blocks)} blocks received the update of block {j}"
+    if text:
+        yield "fragments_swapped", text, result
+
+
+def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
+    """Yield guesses in which the matrix got another matrix's result, was transposed, had a wrong input, or was not
+    orthogonalized."""
+    for other in others:
+        if other is not e and other.row.compared:
+            yield "results_swapped", f"it is the update of {other.row.name}", other.dense
+    if e.shape[0] == e.shape[1]:
+        yield "transposed", "it is the transpose of the right update", e.dense.T
+    inputs = {
+        "the momentum": e.fed.double(),
+        "the gradient alone": e.before["gradient"],
+        "the momentum before the step": e.before["momentum"],
+        "the momentum without Nesterov's term": e.after["momentum"],
+    }
+    for what, value in inputs.items():
+        for how, plain in (("parallel to", value), ("the sign of", value.sign())):
+            text = f"it is {how} {what}, as in plain SGD; Newton-Schulz did not run on it"
+            yield "not_orthogonalized", text, _along(e.update, plain) * plain
+        if bool(value.any()):
+            yield "wrong_input", f"it is the orthogonalized form of {what}", e.arithmetic.orthogonalized(value)

@@ -9,31 +9,37 @@ ranks.
     fingerprints. Finally, all ranks of the component share their findings.
     An exception that may be raised on one rank only is caught and becomes a finding, so that this rank still takes part
     in every collective.
+
+[Note: whole matrices]
+    They are assembled from the shards on their ranks, independently of the plan and of the code that executes it. The
+    layout comes from the newly built table. A matrix consists of the elements of the logical tensor at given indices in
+    each dim, and each index adds a fixed amount to the element's row-major position in the matrix. So the positions of
+    the elements that a rank stores can be computed dim by dim.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import reduce
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.dense import collect, sent_by
 from shardmuon.auditing.judge import judge
-from shardmuon.auditing.naming import name_fault
-from shardmuon.auditing.reference import FORMULAS, Arithmetic
+from shardmuon.auditing.reference import Arithmetic
 from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
-from shardmuon.comm.groups import Ranks, my_rank
+from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank, start
 from shardmuon.comm.vote import Fault, gather
-from shardmuon.errors import Refused, ranks_text
+from shardmuon.errors import HALF_DONE, Refused, naming, ranks_text
 from shardmuon.host import Stepped
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import NONE, named_params
-from shardmuon.layout.pieces import ParamLayout, Piece
+from shardmuon.layout.pieces import Box, Held, ParamLayout, Piece
+from shardmuon.layout.views import MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Settings
 from shardmuon.orthogonalize import default_dtype
@@ -44,9 +50,9 @@ from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
 _T = TypeVar("_T")
+_Block = tuple[slice, slice]
 _Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and values, (n,) in fp64
 _NO_GRADIENT = "no gradient"  # initial status of a row, which changes when the matrix is judged
-_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
@@ -196,7 +202,7 @@ class StepAudit:
         """Read this rank's current elements of a matrix, to send them to the rank that judges it, by quantity."""
         found = {}
         for what, layout, stored in self._stored(number):
-            part = sent_by(layout, matrix, self._rank)
+            part = _sent_by(layout, matrix, self._rank)
             values = torch.zeros(len(part.places)) if stored is None else part.select(stored.detach())
             found[what] = layout, values.to(self._params[number].param.device, torch.float64)
         return found
@@ -258,21 +264,21 @@ class StepAudit:
         if len(layout.ranks) == 1 and len(self._sets) > 1:
             name += f" (rank {self._rank})"  # other ranks may have a parameter of the same name
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
-        unknown = (type(one).__name__ for one in arithmetic.settings.stages if type(one) not in FORMULAS)
-        status = next((f"not checked: {stage}" for stage in unknown), _NO_GRADIENT)
+        status = next((f"not checked: {stage}" for stage in arithmetic.unchecked), _NO_GRADIENT)
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)
         return _Sample(row, arithmetic, self._elements(number, matrix), target)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
         """Determine the arithmetic of a matrix's step from the plan and the group's current options."""
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
+        spec = self._binding.plan.specs[item.param]
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
         stored = self._optimizer.state.get(param, {}).get(BUFFER, param).dtype
         return Arithmetic(
             settings=Settings.of(one.group),
             choice=choice,
             products=choice.dtype or default_dtype(choice.method, device or param.device),
-            wire=_WIRES[self._binding.plan.specs[item.param].itemsizes[item.matrix]],
+            wire={2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[spec.itemsizes[item.matrix]],
             weights=param.dtype,
             gradient=param.dtype if gradient is None else gradient.dtype,
             momentum=stored if self._optimizer.keeper.dtype is None else torch.float32,
@@ -321,12 +327,12 @@ class StepAudit:
                 what: (layout, torch.stack([before, now[what][1] if now else torch.full_like(before, torch.nan)]))
                 for what, (layout, before) in sample.before.items()
             }
-            whole, blocks = collect(matrix, parts, sample.target)
+            whole, blocks = _collect(matrix, parts, sample.target)
             evidence = self._tried(name, judge, sample.row, sample.arithmetic, blocks, whole) if whole else None
             judged += [] if evidence is None else [evidence]
         for e in judged:
             if e.wrong:
-                self._tried(e.row.name, name_fault, e, [other for other in judged if other.shape == e.shape])
+                self._tried(e.row.name, e.find_cause, [other for other in judged if other.shape == e.shape])
             self._rows.append(e.row)
             self._findings += e.findings
 
@@ -345,3 +351,108 @@ class StepAudit:
                     f"the {what} on rank(s) {', '.join(odd)} differ from those on rank {first}",
                     "equal bits on all ranks that hold the same piece",
                 )
+
+
+# -------------------------------------------------------------------------------------------- whole matrices
+
+
+class _Part(NamedTuple):
+    """The elements of one matrix that one rank stores.
+
+    Attributes:
+        sources: For each non-empty piece of the tensor that the rank stores, the indices of the elements in each dim of
+            the rank's storage.
+        places: (n,) int64 row-major positions of the elements in the matrix.
+    """
+
+    sources: list[list[Tensor]]
+    places: Tensor
+
+    def select(self, storage: Tensor) -> Tensor:  # (n,)
+        """Read these elements from `storage`: the rank's weight, gradient or momentum."""
+        indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
+        found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
+        return torch.cat([storage.new_empty(0), *found])
+
+
+def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
+    """Find the elements of matrix `number` in the given pieces of the tensor."""
+    lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
+    for piece, local in held:
+        box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)
+        kept = [(at >= a) & (at < a + n) for (at, _), a, n in zip(lines, *box, strict=True)]
+        place = _outer(step[inside] for (_, step), inside in zip(lines, kept, strict=True))
+        source = [at[inside] - a for (at, _), inside, a in zip(lines, kept, box.offset, strict=True)]
+        if not isinstance(piece, Box):
+            flat = _outer(at * stride for at, stride in zip(source, row_major(box.size), strict=True))
+            inside = (flat >= piece.start) & (flat < piece.stop)
+            source, place = [flat[inside] - piece.start], place[inside]
+        if len(place):
+            sources.append([at + first for at, first in zip(source, local, strict=True)])
+            places.append(place)
+    return _Part(sources, torch.cat(places))
+
+
+def _sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
+    """Find the elements of matrix `number` that `rank` sends. Of several ranks with replicas, only the lowest sends."""
+    held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
+    return _part_of(layout.view, number, held)
+
+
+def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
+    """Return, for each dim of the tensor, the indices at which a matrix has elements, and the amount that each index
+    adds to an element's row-major position in the matrix."""
+    matrix, split = view.matrices[number], view.split_dim
+    found = [
+        (torch.arange(start, start + size), torch.arange(size) * stride)
+        for start, size, stride in zip(matrix.start, matrix.sizes, matrix.strides, strict=True)
+    ]
+    if split >= 0:
+        (repeat, far), (at, near) = found[split : split + 2]
+        found[split : split + 2] = [(_outer((repeat * view.fine[split + 1], at)), _outer((far, near)))]
+    return found
+
+
+def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
+    """Compute the outer sum of 1-D tensors (all sums of one value from each), flattened in row-major order."""
+    return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
+
+
+def _block_of(places: Tensor, cols: int) -> _Block | None:
+    """Return the rectangle of a matrix that consists of exactly these positions, or None if they form no rectangle."""
+    if not len(places):
+        return None
+    (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))
+    whole = (bottom - top) * (right - left) == len(places)
+    return (slice(top, bottom), slice(left, right)) if whole else None
+
+
+def _collect(
+    number: int,
+    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): values that this rank sends, before and after the step
+    target: int,
+) -> tuple[dict[str, Tensor], list[_Block]]:
+    """Gather all quantities of a whole matrix on rank `target`. Collective among the parameter's ranks.
+
+    Returns each quantity as (2, elements), before and after the step, and the rectangles of the matrix that are each
+    stored on one rank. Shards that are not rectangles, such as parts of conv kernels, are left out. Both results are
+    empty on other ranks. A rank that cannot read its values sends NaN."""
+    view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
+    places = [[_sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]
+    came = [torch.cat([part.reshape(-1) for _, part in parts.values()])]
+    if len(ranks) > 1:
+        expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places) or (0,) * len(ranks)
+        given = tuple(came[0].numel() if rank == target else 0 for rank in ranks)
+        with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
+            came = list(start(group_for(ranks), Traffic(), came[0], given, expected).wait().split(expected))
+    if not is_target:
+        return {}, []
+    whole = {}
+    for what, (layout, part) in parts.items():
+        matrix = layout.view.matrices[number]
+        whole[what] = part.new_full((2, matrix.rows * matrix.cols), torch.nan)
+    for of_rank, values in zip(places, came, strict=True):
+        for out, at, own in zip(whole.values(), of_rank, values.split([2 * len(at) for at in of_rank]), strict=True):
+            out.index_copy_(1, at.to(out.device), own.view(2, -1))
+    blocks = [_block_of(of_rank[0], view.matrices[number].cols) for of_rank in places]
+    return whole, [block for block in blocks if block is not None]

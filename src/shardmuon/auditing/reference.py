@@ -17,7 +17,7 @@ papers, not from the stages' code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,10 @@ from shardmuon.variants import (
     MuonEq,
     NorMuon,
     Stage,
-    Stages,
     WeightStage,
 )
 
-_Coefficients = tuple[tuple[float, float, float], ...]
-KeptNumbers = Mapping[str, Tensor]  # key of a variant's stage -> values that the stage stores, 1-D fp64
+_Kept = Mapping[str, Tensor]  # key of a variant's stage -> values that the stage stores, 1-D fp64
 
 
 # ------------------------------------------------------------------------------------------------ the live arithmetic
@@ -50,7 +48,8 @@ KeptNumbers = Mapping[str, Tensor]  # key of a variant's stage -> values that th
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Everything that determines how the step of one matrix is computed: options, orthogonalizer, device and dtypes.
+    """Everything that determines how the step of one matrix is computed (options, orthogonalizer, device and dtypes),
+    and the parts of that step.
 
     Attributes:
         settings: Options of the matrix's parameter group.
@@ -79,94 +78,136 @@ class Arithmetic:
     def __str__(self) -> str:
         return f"{self.choice.method} {str(self.products).removeprefix('torch.')}"
 
+    @property
+    def unchecked(self) -> list[str]:
+        """Names of the stages for which there is no formula."""
+        return [type(stage).__name__ for stage in self.settings.stages if type(stage) not in _FORMULAS]
 
-def momentum_of(
-    buffer: Tensor,  # (rows, cols) momentum before the step; it and `grad` may have a wider dtype than the live tensors
-    grad: Tensor,
-    a: Arithmetic,
-) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `a.wire`
-    """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before stages.
+    @property
+    def weight_stages(self) -> list[WeightStage]:
+        """The stages that run on the weights, in order."""
+        return [stage for stage in self.settings.stages if isinstance(stage, WeightStage)]
 
-    Both are bitwise equal to the live step's, because the bits of a `lerp` do not depend on how a tensor is sharded.
-    """
-    s, grad = a.settings, grad.to(a.gradient).to(a.momentum)
-    after = torch.lerp(buffer.to(a.momentum), grad, 1 - s.momentum)
-    return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(a.wire)
+    @property
+    def _decay_factor(self) -> float:
+        return 1 - self.settings.lr * self.settings.weight_decay
 
+    def momentum_after(
+        self,
+        buffer: Tensor,  # (rows, cols) momentum before the step; it and `grad` may have a wider dtype than live tensors
+        grad: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `wire`
+        """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before
+        stages.
 
-def orthogonalized(
-    matrix: Tensor,  # (rows, cols), any dtype
-    a: Arithmetic,
-    *,
-    nudged: bool = False,  # True: do not round the input to the wire dtype, which would undo its tiny perturbation
-) -> Tensor:  # (rows, cols) fp64
-    """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the wire dtype, unless
-    a stage runs on it before it is sent."""
-    s, c = a.settings, a.choice
-    # Stages before the orthogonalizer run after the input has been sent, so their result is not rounded to `wire`.
-    staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
-    x = matrix.to(a.device or matrix.device, torch.promote_types(a.wire, torch.float32) if staged else a.wire)
-    x = x.contiguous().unsqueeze(0)
-    (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-    after = any(isinstance(stage, AfterStage) for stage in s.stages)  # run before sending
-    result: Tensor = out if after else out.to(a.wire)
-    return result.to(matrix.device, torch.float64)
+        Both are bitwise equal to the live step's, because the bits of a `lerp` do not depend on how a tensor is
+        sharded.
+        """
+        s, grad = self.settings, grad.to(self.gradient).to(self.momentum)
+        after = torch.lerp(buffer.to(self.momentum), grad, 1 - s.momentum)
+        return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(self.wire)
 
+    def prepared(self, fed: Tensor) -> Tensor:  # (rows, cols)
+        """Apply the live code of the stages that run before the orthogonalizer to its input."""
+        before = [stage for stage in self.settings.stages if isinstance(stage, BeforeStage)]
+        if before:
+            fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
+        for stage in before:
+            stage.run_(fed.unsqueeze(0))
+        return fed
 
-def weights_after(
-    before: Tensor,  # (rows, cols) weights
-    update: Tensor,  # (rows, cols) as sent between ranks
-    scale: float,
-    a: Arithmetic,
-) -> Tensor:  # (rows, cols), the weights' dtype
-    """Compute the weights after an update, with weight decay and rounding as in the live step."""
-    s, weights = a.settings, before.to(a.weights)
-    if a.choice.method == "torch" and a.rounding is None and not s.cautious:
-        update = update.to(weights.device, a.wire)
-        if update.shape[0] > update.shape[1]:  # use torch's strides: they affect how half precision is added
-            update = update.mT.contiguous().mT
-        return weights.mul(_decay_factor(s)).add_(update, alpha=-s.lr * scale)
-    wide = weights.to(torch.promote_types(a.weights, torch.float32))
-    update = update.to(wide.device, wide.dtype)
-    if s.weight_decay:
-        decayed = wide * _decay_factor(s)
-        wide = torch.where(update * wide > 0, decayed, wide) if s.cautious else decayed
-    wide = wide.add(update, alpha=-s.lr * scale)
-    if a.rounding is None:
-        return wide.to(a.weights)
-    stream, matrix = a.rounding
-    return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
+    def orthogonalized(
+        self,
+        matrix: Tensor,  # (rows, cols), any dtype
+        *,
+        nudged: bool = False,  # True: do not round the input to the wire dtype, which would undo a tiny perturbation
+    ) -> Tensor:  # (rows, cols) fp64
+        """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the wire dtype,
+        unless a stage runs on it before it is sent."""
+        s, c = self.settings, self.choice
+        # Stages before the orthogonalizer run after the input has been sent, so their result is not rounded to `wire`.
+        wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
+        x = matrix.to(
+            self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
+        )
+        x = x.contiguous().unsqueeze(0)
+        (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
+        after = any(isinstance(stage, AfterStage) for stage in s.stages)  # run before sending
+        result: Tensor = out if after else out.to(self.wire)
+        return result.to(matrix.device, torch.float64)
 
+    def staged(
+        self,
+        place: type[Stage],  # BeforeStage, AfterStage or WeightStage
+        matrix: Tensor,  # (rows, cols)
+        kept: _Kept,
+        without: Stage | None = None,  # a stage that is left out
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fp64; (rows, cols)
+        """Apply the formulas of all stages that run at one place in the step. Returns their combined factor, the
+        resulting matrix (rounded after each stage as in the live step), and the values that the stages store."""
+        factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
+        wide = torch.promote_types(matrix.dtype, torch.float32)
+        for stage in self.settings.stages:
+            if isinstance(stage, place) and stage is not without:
+                own, numbers = _FORMULAS[type(stage)](stage, matrix, kept.get(stage.key, matrix))
+                if stage.key:
+                    kept[stage.key] = numbers
+                factor = factor * own
+                matrix = (matrix.to(wide) * own.to(wide)).to(matrix.dtype)
+        return factor, matrix, kept
 
-def _decay_factor(settings: Settings) -> float:
-    return 1 - settings.lr * settings.weight_decay
+    def norms(self, weights: Tensor) -> dict[str, Tensor]:
+        """Compute what the stages on weights would store at first: the norm of these weights, by the stage's key."""
+        return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
+    def weights_after(
+        self,
+        before: Tensor,  # (rows, cols) weights
+        update: Tensor,  # (rows, cols) as sent between ranks
+        scale: float,
+    ) -> Tensor:  # (rows, cols), the weights' dtype
+        """Compute the weights after an update, with weight decay and rounding as in the live step."""
+        s, weights = self.settings, before.to(self.weights)
+        if self.choice.method == "torch" and self.rounding is None and not s.cautious:
+            update = update.to(weights.device, self.wire)
+            if update.shape[0] > update.shape[1]:  # use torch's strides: they affect how half precision is added
+                update = update.mT.contiguous().mT
+            return weights.mul(self._decay_factor).add_(update, alpha=-s.lr * scale)
+        wide = weights.to(torch.promote_types(self.weights, torch.float32))
+        update = update.to(wide.device, wide.dtype)
+        if s.weight_decay:
+            decayed = wide * self._decay_factor
+            wide = torch.where(update * wide > 0, decayed, wide) if s.cautious else decayed
+        wide = wide.add(update, alpha=-s.lr * scale)
+        if self.rounding is None:
+            return wide.to(self.weights)
+        stream, matrix = self.rounding
+        return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
 
-def recovered_update(
-    before: Tensor,  # (rows, cols) fp64
-    after: Tensor,  # (rows, cols) fp64
-    settings: Settings,
-    scale: float,
-    expected: Tensor,  # (rows, cols) fp64: resolves elements for which rounding hides whether cautious decay applied
-) -> Tensor:
-    """Recover the update of a step from the weights before and after it: (decayed before - after) / (lr * scale)."""
-    alpha = settings.lr * scale
-    decayed = (before * _decay_factor(settings)).sub_(after).div_(alpha)
-    if not settings.cautious:
-        return decayed
-    # Cautious decay applies where the update and the weight have the same sign. Of the two candidates, with and without
-    # decay, at most one is consistent with this rule.
-    kept = (before - after).div_(alpha)
-    found = torch.where(decayed * before > 0, decayed, kept)
-    open_ = (decayed * before <= 0) & (kept * before > 0)
-    return torch.where(open_ & ((decayed - expected).abs() < (kept - expected).abs()), decayed, found)
+    def recovered_update(
+        self,
+        before: Tensor,  # (rows, cols) fp64
+        after: Tensor,  # (rows, cols) fp64
+        scale: float,
+        expected: Tensor,  # (rows, cols) fp64: decides elements for which rounding hides if cautious decay applied
+    ) -> Tensor:
+        """Recover the update of a step from the weights before and after it: (decayed before - after) / lr / scale."""
+        alpha = self.settings.lr * scale
+        decayed = (before * self._decay_factor).sub_(after).div_(alpha)
+        if not self.settings.cautious:
+            return decayed
+        # Cautious decay applies where the update and the weight have the same sign. Of the two candidates, with and
+        # without decay, at most one is consistent with this rule.
+        kept = (before - after).div_(alpha)
+        found = torch.where(decayed * before > 0, decayed, kept)
+        open_ = (decayed * before <= 0) & (kept * before > 0)
+        return torch.where(open_ & ((decayed - expected).abs() < (kept - expected).abs()), decayed, found)
 
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
 # A stage's formula: a function from the stage, a matrix and the values that the stage stores for it to two fp64
 # tensors. These are the factor by which the matrix is multiplied (it broadcasts to the matrix) and the new values.
-_Formula = Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,12 +227,12 @@ def _on_sphere(stage: Stage, o: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _norm_restored(stage: Stage, weights: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    norm = norm_of(weights)
+    norm = _norm_of(weights)
     radius = torch.where(radius > 0, radius, norm)
     return torch.where(norm > 0, radius / norm, 1.0), radius
 
 
-FORMULAS: dict[type[Stage], _Formula] = {
+_FORMULAS: dict[type[Stage], Callable[[Stage, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     MuonEq: _equal_rows,
     NorMuon: _normuon,
     HyperballUpdate: _on_sphere,
@@ -199,45 +240,10 @@ FORMULAS: dict[type[Stage], _Formula] = {
 }
 
 
-def norm_of(matrix: Tensor) -> Tensor:  # (1,)
+def _norm_of(matrix: Tensor) -> Tensor:  # (1,)
     """Compute the Frobenius norm, rounded to fp32 as if sent between ranks, and returned in fp64."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.float().double().view(1)
-
-
-def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
-    """Apply the live code of the stages that run before the orthogonalizer to its input."""
-    before = [stage for stage in stages if isinstance(stage, BeforeStage)]
-    if before:
-        fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
-    for stage in before:
-        stage.run_(fed.unsqueeze(0))
-    return fed
-
-
-def staged(
-    place: type[Stage],  # BeforeStage, AfterStage or WeightStage
-    stages: Stages,
-    matrix: Tensor,  # (rows, cols)
-    kept: KeptNumbers,
-) -> tuple[Tensor, Tensor, KeptNumbers]:  # fp64; (rows, cols)
-    """Apply the formulas of all stages that run at one place in the step. Returns their combined factor, the resulting
-    matrix (rounded after each stage as in the live step), and the values that the stages store."""
-    factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
-    wide = torch.promote_types(matrix.dtype, torch.float32)
-    for stage in stages:
-        if isinstance(stage, place):
-            own, numbers = FORMULAS[type(stage)](stage, matrix, kept.get(stage.key, matrix))
-            if stage.key:
-                kept[stage.key] = numbers
-            factor = factor * own
-            matrix = (matrix.to(wide) * own.to(wide)).to(matrix.dtype)
-    return factor, matrix, kept
-
-
-def weight_stages(stages: Stages) -> list[WeightStage]:
-    """Select the stages that run on the weights, in order."""
-    return [stage for stage in stages if isinstance(stage, WeightStage)]
 
 
 # ------------------------------------------------------------------------------------------------- exact arithmetic
@@ -258,7 +264,9 @@ class Reference:
         coords: (m, n) normalized matrix in the basis of these vectors.
     """
 
-    def __init__(self, matrix: Tensor, coefficients: _Coefficients, method: str = "standard") -> None:
+    def __init__(
+        self, matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], method: str = "standard"
+    ) -> None:
         self.coefficients, self.tall = coefficients, matrix.shape[0] > matrix.shape[1]
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny

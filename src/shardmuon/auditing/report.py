@@ -51,7 +51,6 @@ _REMEDIES = {
     "wrong_matrix": "Pieces or results of others were mixed in: check that all ranks list the same parameters in one "
     "order",
 }
-_MAY_BE_MEANT = "update_lost_to_rounding"
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ class Finding:
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
         """Make a finding whose remedy and severity follow from the fault's name."""
-        return cls(name, where, found, allowed, _REMEDIES[name], "warning" if name == _MAY_BE_MEANT else "error")
+        return cls(
+            name, where, found, allowed, _REMEDIES[name], "warning" if name == "update_lost_to_rounding" else "error"
+        )
 
     def __str__(self) -> str:
         return f"{self.where}: {self.name}: {self.found}. Allowed: {self.allowed}. {self.remedy}"

@@ -16,7 +16,7 @@ import torch
 
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS
+from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.slots import search
@@ -62,11 +62,12 @@ def _worst(found: Iterable[float]) -> float:
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-_SETS = {"torch": (*LAYOUTS, *FSDP1_ROWS), "deepspeed": tuple(ZERO_ROWS)}  # name of a set -> names of its layouts
+_SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}  # name of a set -> names of its layouts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `shardmuon verify` to a parser."""
+    parser.set_defaults(run=_run)
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks to start (default: 4)")
     parser.add_argument(
         "--layout",
@@ -100,7 +101,7 @@ def _slots() -> int:
     return 1 if unequal else 0
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print the table of all layouts. Returns exit status 0 if the results of each layout are bitwise equal to the
     reference, else 1."""
     if args.slots:
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         names_in(variant)
     start = time.perf_counter()
     names = [name for word in args.layout or ["torch"] for name in _SETS.get(word, (word,))]
-    if any(name in ZERO_ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
+    if any(name in ZeroRun.ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
         raise ValueError("DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'")
     rows, failed = list[dict[str, str]](), list[str]()
     with RankPool(args.ranks) as pool:

@@ -7,9 +7,7 @@ estimates the time, memory and communication of a step.
 from __future__ import annotations
 
 from shardmuon.foresight.hardware import Hardware
-from shardmuon.foresight.hardware import load as load_hardware
 from shardmuon.foresight.job import count
-from shardmuon.foresight.pricing import price_plan
-from shardmuon.foresight.report import Report, plan
+from shardmuon.foresight.report import Report, plan, price_plan
 
-__all__ = ["Hardware", "Report", "count", "load_hardware", "plan", "price_plan"]
+__all__ = ["Hardware", "Report", "count", "plan", "price_plan"]

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmuon.layout.pieces import Piece
+from shardmuon.comm.groups import Ranks
+from shardmuon.layout.pieces import ParamLayout, Piece
 from shardmuon.plan.plan import Bucket, Item, Plan
 from shardmuon.plan.program import aligned
-from shardmuon.step.update import PORTION_ELSEWHERE
 
 _Ints = NDArray[np.int64]
-_Messages = tuple[_Ints, _Ints, _Ints]  # sender, receiver and bytes of each message
 
 
 # ------------------------------------------------------------------------------------------------------------- counts
@@ -44,20 +44,18 @@ class _Matrices(NamedTuple):
     flops: int
 
 
-class Sent(NamedTuple):
+class _Sent(NamedTuple):
     """Bytes that one rank sends or receives in one exchange. Data that stays on the rank is not counted.
 
     Attributes:
         inside: Bytes exchanged with ranks on the same node.
         across: Bytes exchanged with ranks on other nodes.
-        peers_inside: Number of ranks on the same node with which this rank exchanges bytes.
-        peers_across: Number of ranks on other nodes with which this rank exchanges bytes.
+        peers: Number of ranks with which this rank exchanges bytes.
     """
 
     inside: int = 0
     across: int = 0
-    peers_inside: int = 0
-    peers_across: int = 0
+    peers: int = 0
 
     @property
     def bytes(self) -> int:
@@ -74,17 +72,14 @@ class _Sides(NamedTuple):
         relay: Results and stage state that are forwarded to other replicas.
     """
 
-    gather: Sent = Sent()
-    scatter: Sent = Sent()
-    relay: Sent = Sent()
-
-
-_NO_SIDES = _Sides()
+    gather: _Sent = _Sent()
+    scatter: _Sent = _Sent()
+    relay: _Sent = _Sent()
 
 
 @dataclass(frozen=True)
 class BucketCount:
-    """Work of one rank in one bucket. It is the same for all ranks of a `RankClass`.
+    """Work of one rank in one bucket.
 
     Attributes:
         number: Index of the bucket in the plan, equal on all ranks that exchange it; -1 if nothing is exchanged.
@@ -94,10 +89,10 @@ class BucketCount:
         itemsize: Bytes per element in the batches and in the exchanged data.
         matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
         held: Number of elements of the bucket whose momentum and weights this rank updates.
-        foreign: Number of elements in `held` that are sent to other ranks (owners) to be orthogonalized.
-        idle: Number of elements in `held` whose results arrive in the relay, from another replica.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
+        foreign: Number of elements in `held` that are sent to other ranks (owners) to be orthogonalized.
+        idle: Number of elements in `held` whose results arrive in the relay, from another replica.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay.
         batches: Bytes of the batches in which `matrices` are orthogonalized.
@@ -111,10 +106,10 @@ class BucketCount:
     itemsize: int
     matrices: tuple[_Matrices, ...]
     held: int
+    sent: _Sides
+    received: _Sides
     foreign: int = 0
     idle: int = 0
-    sent: _Sides = _NO_SIDES
-    received: _Sides = _NO_SIDES
     gathers: bool = False
     relays: bool = False
     batches: int = 0
@@ -124,90 +119,6 @@ class BucketCount:
     def exchanges(self) -> int:
         """Number of all-to-all calls."""
         return 2 * self.gathers + self.relays
-
-
-class Stored(NamedTuple):
-    """Bytes that one rank stores between steps. The engine's padding of flat buffers is included; the memory
-    allocator's rounding is not.
-
-    Attributes:
-        weights: Bytes of the parameters.
-        gradients: Bytes of the gradients, as stored when `step()` is called.
-        momentum: Bytes of Muon's momentum.
-        moments: Bytes of AdamW's two moments.
-        masters: Bytes of the fp32 copies of the weights that ZeRO keeps.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    momentum: int = 0
-    moments: int = 0
-    masters: int = 0
-
-    @property
-    def total(self) -> int:
-        """Total bytes stored between steps."""
-        return sum(self)
-
-
-@dataclass(frozen=True)
-class RankClass:
-    """A set of ranks that store equal amounts and do equal work. All counts are per rank.
-
-    Attributes:
-        ranks: The ranks, ascending.
-        stage: Pipeline stage of the ranks.
-        stored: Bytes stored between steps.
-        buckets: Work in each bucket, in the order in which the buckets run.
-        muon_elements: Number of elements that Muon updates on a rank. Replicated elements count on every rank.
-        adamw_elements: Number of elements that AdamW updates on a rank.
-        votes: Number of votes (messages by which ranks agree to step) before a step.
-    """
-
-    ranks: tuple[int, ...]
-    stage: int
-    stored: Stored
-    buckets: tuple[BucketCount, ...]
-    muon_elements: int
-    adamw_elements: int
-    votes: int
-
-    @property
-    def count(self) -> int:
-        """Number of ranks in the class."""
-        return len(self.ranks)
-
-    @property
-    def flops(self) -> int:
-        """Floating point operations that a rank spends on orthogonalization in a step."""
-        return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
-
-    @property
-    def sent(self) -> Sent:
-        """Total that a rank sends in all exchanges of a step. Its `bytes` equals the step's `Traffic.bytes_sent`."""
-        return Sent(*map(sum, zip(Sent(), *(side for bucket in self.buckets for side in bucket.sent), strict=True)))
-
-    @property
-    def peak(self) -> int:
-        """Upper bound on the bytes that a step needs beyond `stored`.
-
-        The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
-        bucket, and 8 bytes per element of the momentum that is updated at a time (docs/memory.md).
-        """
-        moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
-        work = max((b.batches for b in self.buckets), default=0)
-        portion = max((min(b.held, max(b.largest, PORTION_ELSEWHERE)) for b in self.buckets), default=0)
-        return 2 * max(moved, default=0) + 4 * work + 8 * portion
-
-    @property
-    def exchanges(self) -> int:
-        """Number of all-to-all calls in a step."""
-        return sum(bucket.exchanges for bucket in self.buckets)
-
-    @property
-    def orthogonalized(self) -> int:
-        """Number of matrices that a rank orthogonalizes in a step; equals `Traffic.orthogonalized`."""
-        return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
 # ----------------------------------------------------------------------------------------------------------- counting
@@ -224,9 +135,9 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
         The work of each rank in its buckets, in the plan's order. The keys are all ranks that take part, ascending.
     """
     found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
-    tiles = _Tiles(plan)
+    ways = _ways_in(plan)
     for number, bucket in enumerate(plan.buckets):
-        for rank, one in zip(bucket.ranks, _counts(plan, number, bucket, tiles, node_of), strict=True):
+        for rank, one in zip(bucket.ranks, _counts(plan, number, bucket, ways, node_of), strict=True):
             found[rank].append(one)
     return {rank: tuple(buckets) for rank, buckets in found.items()}
 
@@ -249,37 +160,32 @@ class _Ways(NamedTuple):
     source: _Ints
 
 
-class _Tiles:
-    """Cache of the tiles of all matrices in a plan. Matrices with the same layout and owners share an entry."""
+def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
+    """Make a function that returns the tiles of a matrix, with the ranks that exchange them. Matrices with the same
+    layout and owners share a result."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._stored: dict[tuple[int, ...], tuple[_Ints, _Ints, list[Piece]]] = {}
-        self._ways: dict[tuple[Any, ...], _Ways] = {}
+    @cache
+    def stored(layout: ParamLayout, matrix: int) -> tuple[_Ints, _Ints, list[Piece]]:
+        found = [(rank, tile) for rank, tiles in layout.tiles[matrix].items() for tile in tiles]
+        ranks, numel = _ints(rank for rank, _ in found), _ints(tile.numel for _, tile in found)
+        return ranks, numel, [tile.held.piece for _, tile in found]
 
-    def ways(self, item: Item) -> _Ways:
-        """Return the tiles of a matrix, with the ranks that exchange them."""
-        layout = self._plan.specs[item.param].layout
-        key = id(layout), item.matrix
-        owned = *key, item.owners
-        if owned not in self._ways:
-            if key not in self._stored:
-                found = [(rank, tile) for rank, tiles in layout.tiles[item.matrix].items() for tile in tiles]
-                numel = _ints(tile.numel for _, tile in found)
-                self._stored[key] = _ints(rank for rank, _ in found), numel, [tile.held.piece for _, tile in found]
-            at, numel, pieces = self._stored[key]
-            owner, source = np.full_like(at, item.owners[0]), at
-            if len(item.owners) > 1:
-                owner = _ints(item.owner_for(layout, rank) for rank in at.tolist())
-            elif layout.has_replicas:
-                of_piece = {piece: layout.source(piece, item.owners[0]) for piece in dict.fromkeys(pieces)}
-                source = _ints(map(of_piece.__getitem__, pieces))
-            self._ways[owned] = _Ways(at, numel, owner, source)
-        return self._ways[owned]
+    @cache
+    def ways(layout: ParamLayout, matrix: int, owners: Ranks) -> _Ways:
+        at, numel, pieces = stored(layout, matrix)
+        owner, source = np.full_like(at, owners[0]), at
+        if len(owners) > 1:
+            owner = _ints(owners[layout.replica_of[rank]] for rank in at.tolist())
+        elif layout.has_replicas:
+            of_piece = {piece: layout.source(piece, owners[0]) for piece in dict.fromkeys(pieces)}
+            source = _ints(map(of_piece.__getitem__, pieces))
+        return _Ways(at, numel, owner, source)
+
+    return lambda item: ways(plan.specs[item.param].layout, item.matrix, item.owners)
 
 
 def _counts(
-    plan: Plan, number: int, bucket: Bucket, tiles: _Tiles, node_of: Callable[[int], int]
+    plan: Plan, number: int, bucket: Bucket, ways: Callable[[Item], _Ways], node_of: Callable[[int], int]
 ) -> Iterator[BucketCount]:
     """Yield the work of each rank in a bucket. `number` is the bucket's index in the plan."""
     items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
@@ -288,7 +194,7 @@ def _counts(
         for rank in item.owners:
             owned[rank][item.rows, item.cols, item.how, item.cost] += 1
             batches[rank] += bucket.itemsize * aligned(item.numel, bucket.itemsize)
-    at, numel, owner, source = map(np.concatenate, zip(*map(tiles.ways, items), strict=True))
+    at, numel, owner, source = map(np.concatenate, zip(*map(ways, items), strict=True))
     own = np.equal(at, owner) if bucket.exchange else np.ones(len(at), bool)
     foreign = ~own & np.equal(at, source)
     idle = ~own & ~foreign
@@ -298,7 +204,7 @@ def _counts(
         "scatter": (owner[foreign], at[foreign], size[foreign]),
         "relay": (source[idle], at[idle], size[idle]),
     }
-    told = list(_told(plan, bucket, tiles)) if bucket.exchange else []
+    told = list(_told(plan, bucket, ways)) if bucket.exchange else []
     exchanging, relays = bucket.ranks[:1], False
     if bucket.exchange:  # replicas that have their own owners exchange separately
         exchanging = layouts[0].replicas[0] if len(items[0].owners) > 1 else bucket.ranks
@@ -338,7 +244,7 @@ def _counts(
         )
 
 
-def _told(plan: Plan, bucket: Bucket, tiles: _Tiles) -> Iterator[tuple[str, int, int, int]]:
+def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator[tuple[str, int, int, int]]:
     """Yield the messages that send a stage's state to the ranks that store it, as (exchange, sender, receiver, bytes).
 
     The sender is usually the matrix's owner, the rank that orthogonalizes it. If the receiver does not exchange any of
@@ -347,10 +253,10 @@ def _told(plan: Plan, bucket: Bucket, tiles: _Tiles) -> Iterator[tuple[str, int,
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
     for item, kept in travelling:
-        ways, layout = tiles.ways(item), plan.specs[item.param].layout
-        at_home = np.equal(ways.source, ways.at)
-        mates = dict(zip(ways.at[::-1].tolist(), ways.source[::-1].tolist(), strict=True))
-        mates.update(zip(ways.at[at_home].tolist(), ways.owner[at_home].tolist(), strict=True))
+        tiles, layout = ways(item), plan.specs[item.param].layout
+        at_home = np.equal(tiles.source, tiles.at)
+        mates = dict(zip(tiles.at[::-1].tolist(), tiles.source[::-1].tolist(), strict=True))
+        mates.update(zip(tiles.at[at_home].tolist(), tiles.owner[at_home].tolist(), strict=True))
         for keeper, (tile, *_) in kept.layout.tiles[item.matrix].items():
             owner = item.owner_for(layout, keeper)
             mate, words = mates.get(keeper, owner), -(-tile.numel * 4 // bucket.itemsize)
@@ -363,10 +269,10 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 
 
 def _sides(
-    messages: _Messages, more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
-) -> tuple[list[Sent], list[Sent]]:
+    messages: tuple[_Ints, _Ints, _Ints], more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
+) -> tuple[list[_Sent], list[_Sent]]:
     """Count the bytes and peers of each rank in one exchange. Returns two lists: for sending and for receiving. `more`
-    holds additional messages as (sender, receiver, bytes)."""
+    holds additional messages as (sender, receiver, bytes), `messages` an array of each."""
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))
     pairs, of_message = np.unique(
@@ -376,7 +282,7 @@ def _sides(
     across = nodes[ends[0]] != nodes[ends[1]]
     found = []
     for end in ends:
-        counts = [np.bincount(end[which], moved[which], num) for which in (~across, across)]
-        counts += [np.bincount(end[which], minlength=num) for which in (~across, across)]
-        found.append([Sent(*row) for row in np.stack(counts, 1).astype(np.int64).tolist()])
+        each = (np.bincount(end[which], moved[which], num) for which in (~across, across))
+        counts = [*each, np.bincount(end, minlength=num)]
+        found.append([_Sent(*row) for row in np.stack(counts, 1).astype(np.int64).tolist()])
     return found[0], found[1]

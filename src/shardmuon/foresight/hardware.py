@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from shardmuon.orthogonalize.choice import Choice
 #   apply: scale (read W, write W), widen (read the receive buffer, write U), add (read U, read W, write W).
 #   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-_BATCHED = ("standard", "gram")
 # Kernel launches in five Newton-Schulz steps: operations except views, counted under a TorchDispatchMode. They count
 # per batch, or per matrix for methods that do not batch. For small matrices, launches determine the least time.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
@@ -81,50 +80,14 @@ _OPTIONAL = {
     "pass adamw": "the same",
     "ranks at once": "factor on the time of products and passes (ranks that compute on a node)",
 }
-_TIMES = ("latency", "agreement", "host", "launch", *_OPTIONAL)  # lower is better
-_GROWING = ("all-to-all", "ranks at once")  # tables that grow in proportion beyond their last size; others are constant
+
+_FOLDER = Path(__file__).parent / "data" / "hardware"
+_OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
 _Row = tuple[float, float, float, float]  # a size, and the least, middle and largest value measured at this size
-
-
-class Time(NamedTuple):
-    """An uncertain number, usually of seconds, as an interval with a middle.
-
-    Attributes:
-        lo: Least value.
-        mid: Expected value; the median for measured times.
-        hi: Largest value.
-    """
-
-    lo: float
-    mid: float
-    hi: float
-
-    def __str__(self) -> str:
-        """Format the ends of the interval, such as "1.2 .. 3.4 ms"."""
-        return seconds(self.lo, self.hi)
-
-
-def seconds(*values: float) -> str:
-    """Format seconds, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
-    return scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
-
-
-def scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
-    """Format numbers with a common unit, as whole numbers or with three digits. The unit is the largest one in which
-    the last number is at least 1.
-
-    Args:
-        values: Numbers, in the first unit.
-        step: Ratio of each unit to the previous one.
-        units: Names of the units, ascending.
-    """
-    at = 0
-    while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
-        at += 1
-    parts = (value / step**at for value in values)
-    texts = (f"{part:,.0f}" if abs(part) >= 100 or part == 0 else f"{part:.3g}" for part in parts)
-    return f"{' .. '.join(texts)} {units[at]}"
+_Ends = NDArray[
+    np.float64
+]  # (3,): least, middle and largest value; of results: with all uncertain numbers at their best
 
 
 @dataclass(frozen=True)
@@ -145,19 +108,18 @@ class _Known:
     rows: Mapping[float, Sequence[_Row]]
     slope: float = 0.0
 
-    def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[Time, bool]:
+    def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[_Ends, bool]:
         """Look up the value at a size > 0 and an aspect ratio. It is interpolated by size at the two neighboring aspect
         ratios, then between the two results. Returns the value, and True if the size is beyond the table's ends."""
         aspects = sorted(self.rows)
-        along = [self._along(self.rows[one], size) for one in aspects]
-        value = Time(*(_between(aspect, aspects, [one[i] for one, _ in along]) for i in range(3)))
-        beyond = len(aspects) > 1 and aspect > aspects[-1]
-        return value, beyond or any(outside for _, outside in along)
+        along, outside = zip(*(self._along(self.rows[one], size) for one in aspects), strict=True)
+        value = np.array([_between(aspect, aspects, values) for values in zip(*along, strict=True)])
+        return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
-    def _along(self, rows: Sequence[_Row], size: float) -> tuple[Time, bool]:
-        sizes = [row[0] for row in rows]
+    def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
+        sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, time is all latency
-        value = Time(*(beyond * _between(size, sizes, [row[i] for row in rows]) for i in (1, 2, 3)))
+        value = beyond * np.array([_between(size, sizes, values) for values in ends])
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
 
@@ -190,6 +152,34 @@ class Hardware:
     numbers: Mapping[str, _Known]
     notes: str = ""
 
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """List the names of the hardware files that come with the package."""
+        return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+    @classmethod
+    def load(cls, name: str | Path) -> Hardware:
+        """Load the data of a machine by its name, or from a .yaml file.
+
+        Raises:
+            ImportError: PyYAML is not installed.
+            ValueError: The machine or file does not exist, or the file is incomplete. The message says what to write.
+        """
+        text = str(name)
+        path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
+        if not path.is_file():
+            known = f"it is none of {', '.join(cls.names())}, and no .yaml file"
+            raise ValueError(f"--gpu {text!r}: {known if path.parent == _FOLDER else 'there is no such file'}. {_OWN}")
+        try:
+            import yaml
+        except ImportError as error:
+            raise ImportError(f"hardware files need PyYAML ({error}): pip install 'shardmuon[plan]'") from None
+        try:
+            return _parse(yaml.safe_load(path.read_text()), text)
+        except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+            line = " ".join(str(wrong).split())
+            raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
+
     def __getitem__(self, name: str) -> _Known:
         """Look up a number or table by its name.
 
@@ -203,7 +193,7 @@ class Hardware:
 
     def middle(self, name: str) -> float:
         """Look up the middle value of a number by the number's name."""
-        return self[name].at()[0].mid
+        return float(self[name].at()[0][1])
 
     @property
     def gpus_per_node(self) -> int:
@@ -220,9 +210,6 @@ class Hardware:
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds
-
-
-_Ends = NDArray[np.float64]  # (3,): the result with all uncertain numbers at their best, middle and worst
 
 
 @dataclass
@@ -245,7 +232,8 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        return np.array(found if name.startswith(_TIMES) else found[::-1])
+        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # lower is better
+        return found if is_time else found[::-1]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
         """Estimate the seconds to orthogonalize `count` matrices of one shape on one rank, see [Note: batches].
@@ -263,15 +251,13 @@ class Rates:
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
         name = self.hardware.efficiency(how, dtype)
         table = self.hardware[name]
-        in_batches = choice.method in _BATCHED
-        size = batch_size(rows, cols, device) if in_batches else 1
+        size = batch_size(rows, cols, device) if choice.method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
         # A batch larger than the table's largest matrix gets that matrix's efficiency. This is not recorded as an
         # extrapolation, because the matrices themselves may be within the table.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
-        best, worst = max(alone.hi, filled.hi), min(alone.lo, filled.lo)
-        share = np.array([best, math.sqrt(alone.mid * filled.mid), worst])
+        share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
         num_batches = -(-count // size)
         launches = _LAUNCHES.get(choice.method, _OTHER_LAUNCHES) * num_batches
         return np.maximum(num_batches * size * flops / (share * peak), launches * self.of("launch"))
@@ -339,38 +325,6 @@ class Rates:
 
 # --------------------------------------------------------------------------------------------------------------- files
 
-_FOLDER = Path(__file__).parent / "data" / "hardware"
-_OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
-
-
-def names() -> tuple[str, ...]:
-    """List the names of the hardware files that come with the package."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
-
-
-def load(name: str | Path) -> Hardware:
-    """Load the data of a machine by its name, or from a .yaml file.
-
-    Raises:
-        ImportError: PyYAML is not installed.
-        ValueError: The machine or file does not exist, or the file is incomplete. The message says what to write.
-    """
-    text = str(name)
-    path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
-    if not path.is_file():
-        known = f"it is none of {', '.join(names())}, and no .yaml file"
-        raise ValueError(f"--gpu {text!r}: {known if path.parent == _FOLDER else 'there is no such file'}. {_OWN}")
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError(f"hardware files need PyYAML ({error}): pip install 'shardmuon[plan]'") from None
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
-        line = " ".join(str(wrong).split())
-        raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
-    return _parse(found, text)
-
 
 def _parse(data: Any, where: str) -> Hardware:
     """Check and convert the content of a hardware file. `where` is the file's name, for error messages.
@@ -391,7 +345,8 @@ def _parse(data: Any, where: str) -> Hardware:
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
         try:
-            numbers[name] = _known(found, 1.0 if kind in _GROWING else 0.0)
+            # these two grow in proportion beyond their last size; others are constant
+            numbers[name] = _known(found, 1.0 if kind in ("all-to-all", "ranks at once") else 0.0)
         except (KeyError, TypeError, ValueError) as wrong:
             raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong
     return Hardware(str(data["name"]), str(data["title"]), str(data["device"]), numbers, str(data.get("notes", "")))

@@ -24,23 +24,23 @@ from torch import nn
 
 from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import RankClass, Stored, count_plan
-from shardmuon.foresight.models import AFTER, Param, load_model, parameters_of
+from shardmuon.foresight.counting import BucketCount, count_plan
+from shardmuon.foresight.models import load_model
 from shardmuon.layout.mesh import OnMesh, Shard, flat_part, kept_layout, reading
 from shardmuon.layout.pieces import Box, ParamLayout
-from shardmuon.layout.views import MatrixView
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader
+from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader, Settings
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
 from shardmuon.step.binding import make_spec
+from shardmuon.step.update import PORTION_ELSEWHERE
 from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
-_AXIS = re.compile(rf"({'|'.join(_AXES)})=[1-9][0-9]*")
 _MOST_RANKS = 10_240
 _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
 
@@ -49,7 +49,7 @@ _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parame
 
 
 @dataclass(frozen=True)
-class Mesh:
+class _Mesh:
     """Arrangement of a job's ranks, numbered in the order (pp, dp, shard, tp), last axis fastest.
 
     Attributes:
@@ -83,12 +83,12 @@ class Mesh:
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
 
 
-def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> Mesh:
+def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Mesh:
     """Parse a mesh from text such as "dp=8 shard=64 tp=8".
 
     Args:
         text: ``axis=size`` pairs separated by spaces or commas; omitted axes have size 1.
-        engine: "torch" or "zero", see `Mesh`.
+        engine: "torch" or "zero", see `_Mesh`.
         gpus_per_node: Number of ranks on a node.
 
     Raises:
@@ -100,14 +100,15 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> Mes
         1024
     """
     words = text.replace(",", " ").split()
-    wrong = next((word for word in words if not _AXIS.fullmatch(word)), None if words else "")
+    axis = rf"({'|'.join(_AXES)})=[1-9][0-9]*"
+    wrong = next((word for word in words if not re.fullmatch(axis, word)), None if words else "")
     if wrong is not None:
         raise ValueError(
             f"mesh {text!r}: {wrong!r} is no axis=size. Axes are {', '.join(_AXES)}, sizes whole numbers of at least "
             '1: write for example "dp=2 shard=64 tp=8", or "dp=1" for one rank'
         )
     sizes: dict[str, Any] = {axis: int(size) for axis, size in (word.split("=") for word in words)}
-    mesh = Mesh(**sizes, engine=engine, gpus_per_node=gpus_per_node)
+    mesh = _Mesh(**sizes, engine=engine, gpus_per_node=gpus_per_node)
     lent = mesh.shard * mesh.tp
     faults = (
         (len(sizes) < len(words), f"mesh {text!r}: an axis stands there twice. Write it once"),
@@ -139,15 +140,98 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> Mes
     return mesh
 
 
+# -------------------------------------------------------------------------------------------------------- parameters
+
+# Names of modules whose weights tensor parallelism shards along the outputs (_COLUMN) or the inputs (_ROW), as used by
+# Hugging Face, torchtitan, GPT-2 and Megatron.
+_COLUMN = re.compile(
+    r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
+    r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
+    r"|output|output_layer|wte|embedding"
+)
+_ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
+_AFTER = 1 << 30  # value of `_Param.layer` for parameters that come after all layers
+
+
+@dataclass(frozen=True)
+class _Param:
+    """One trainable parameter.
+
+    Attributes:
+        name: Name of the parameter, without the prefixes that wrappers add.
+        shape: Global shape.
+        group: Index of the parameter's optimizer group.
+        use_muon: True if Muon updates the parameter, which then consists of one or more matrices.
+        view: The matrices in the parameter; there are none if AdamW updates it.
+        cut: Dim that tensor parallelism shards, as a negative index; None if the parameter is replicated.
+        expert: True if the first dim indexes experts.
+        layer: Index of the layer; -1 for parameters before all layers, `_AFTER` for parameters after them.
+    """
+
+    name: str
+    shape: Ints
+    group: int
+    use_muon: bool
+    view: MatrixView
+    cut: int | None
+    expert: bool
+    layer: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def _parameters_of(
+    groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
+) -> list[_Param]:
+    """List every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`.
+    `settings` has the Muon options of each group, or None for a group that AdamW updates."""
+    layers, found = _layers(module), list[_Param]()
+
+    @cache
+    def view_of(index: int, shape: Ints) -> MatrixView:
+        of_group = settings[index]
+        return MatrixView(shape, shape, -1, (), 1) if of_group is None else matrix_view(shape, **of_group.view)
+
+    for index, group in enumerate(groups):
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            shape, muon = tuple(param.shape), bool(group["use_muon"])
+            cut = _cut(name, len(shape), muon and bool(group.get("transposed", False)))
+            expert = ".experts." in f".{name}." and len(shape) > 1
+            view = view_of(index, shape)
+            found.append(_Param(name, shape, index, muon, view, cut, expert, layers.get(id(param), _AFTER)))
+    return found
+
+
+def _cut(name: str, num_dims: int, turned: bool) -> int | None:
+    """Return the dim that tensor parallelism shards, as a negative index, or None if the parameter is replicated.
+    `turned` is True for weights stored as (inputs, outputs)."""
+    words = name.split(".")
+    word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
+    outputs, inputs = (-1, -2) if turned else (-2, -1)
+    if _COLUMN.fullmatch(word) and (num_dims > 1 or words[-1] == "bias"):
+        return outputs if num_dims > 1 else -1
+    return inputs if num_dims > 1 and _ROW.fullmatch(word) else None
+
+
+def _layers(module: nn.Module) -> dict[int, int]:
+    """Map the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after them. The layers are
+    the numbered modules under the prefix that has the highest number, e.g. "model.layers"."""
+    named = list(module.named_parameters())
+    numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
+    body = max(numbered, key=lambda found: int(found[2]), default=None)
+    inside = {found.string: int(found[2]) for found in numbered if body is not None and found[1] == body[1]}
+    first = next((at for at, (name, _) in enumerate(named) if name in inside), 0)
+    return {id(p): inside.get(name, -1 if at < first else _AFTER) for at, (name, p) in enumerate(named)}
+
+
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-class _Placed(NamedTuple):
-    """A parameter with its layout and, if it is a DTensor, with its mesh and placements."""
-
-    param: Param
-    layout: ParamLayout
-    place: OnMesh | None = None
+# a parameter with its layout and, if it is a DTensor, with its mesh and placements
+_Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 
 class _Unit(NamedTuple):
@@ -171,7 +255,7 @@ class _Unit(NamedTuple):
         """Count elements on each rank. Returns an array of shape (4, ranks): elements that Muon updates, elements that
         AdamW updates, weights stored, and scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
-        held = {layout: _held(layout) for layout in {one.layout for one in self.placed}}
+        held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
             numel, num_scales = held[layout]
             of_kind = muon if param.use_muon else adamw
@@ -179,7 +263,7 @@ class _Unit(NamedTuple):
             stored += numel
             scales += num_scales * param.use_muon
         if self.stepped:  # a flat buffer belongs to one optimizer group, so either Muon or AdamW updates all of it
-            found[0 if self.placed[0].param.use_muon else 1] = self.stepped
+            found[0 if self.placed[0][0].use_muon else 1] = self.stepped
             found[2] = self.stepped * len(self.ranks)
         return found
 
@@ -196,7 +280,7 @@ def _held(layout: ParamLayout) -> NDArray[np.int64]:
     return np.array([known[of_rank] for of_rank in layout.held], dtype=np.int64).T
 
 
-def _make_units(params: Sequence[Param], mesh: Mesh) -> list[_Unit]:
+def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
     """Split the parameters of a job into units, which are planned separately ([Note: units]).
 
     Args:
@@ -215,29 +299,34 @@ def _make_units(params: Sequence[Param], mesh: Mesh) -> list[_Unit]:
     return found
 
 
-def _stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
+def _stages_of(params: Sequence[_Param], mesh: _Mesh) -> list[list[_Param]]:
     """Divide parameters among pipeline stages. Layers are divided evenly; if there is a remainder, the first stages get
     one more layer each. Parameters before the layers go to the first stage, parameters after them to the last stage."""
     if mesh.pp == 1:
         return [list(params)]
-    num_layers = 1 + max((p.layer for p in params if p.layer < AFTER), default=-1)
+    num_layers = 1 + max((p.layer for p in params if p.layer < _AFTER), default=-1)
     if num_layers < mesh.pp:
         raise ValueError(
             f"mesh {mesh}: pp={mesh.pp} stages for {num_layers} layers. Write pp={max(1, num_layers)} or less"
         )
     least, more = divmod(num_layers, mesh.pp)
     stage_of = [stage for stage in range(mesh.pp) for _ in range(least + (stage < more))]
-    found: list[list[Param]] = [[] for _ in range(mesh.pp)]
+    found: list[list[_Param]] = [[] for _ in range(mesh.pp)]
     for p in params:
-        found[0 if p.layer < 0 else mesh.pp - 1 if p.layer == AFTER else stage_of[p.layer]].append(p)
+        found[0 if p.layer < 0 else mesh.pp - 1 if p.layer == _AFTER else stage_of[p.layer]].append(p)
     return found
 
 
 # ---------------------------------------------------------------------------------------- DDP, FSDP2, HSDP, TP, EP
 
 
-def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]:
-    lay, found = cache(_on_mesh), []
+def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Unit]:
+    found = list[_Placed]()
+
+    @cache
+    def layout_of(view: MatrixView, place: OnMesh) -> ParamLayout:
+        return ParamLayout(view, ranks, tuple(held for held, _ in reading(view.shape, place.mesh, place.placements)))
+
     for p in params:
         if p.expert and p.shape[0] % mesh.ep:
             raise ValueError(
@@ -245,11 +334,11 @@ def _on_meshes(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]
                 f"ep={math.gcd(p.shape[0], mesh.ep)}"
             )
         place = _place(p, mesh, ranks)
-        found.append(_Placed(p, lay(p.view, place), place))
+        found.append((p, layout_of(p.view, place), place))
     return [_Unit(ranks, found)]
 
 
-def _place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
+def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
     """Return the placements that a parameter has after `parallelize_module` and then `fully_shard`. Experts are placed
     as in torchtitan.
 
@@ -270,34 +359,30 @@ def _place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
     return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
 
 
-def _on_mesh(view: MatrixView, place: OnMesh) -> ParamLayout:
-    held, _ = zip(*reading(view.shape, place.mesh, place.placements), strict=True)
-    return ParamLayout(view, place.ranks, held)
-
-
 # -------------------------------------------------------------------------------------------- flat buffers (ZeRO 1, 2)
 
 
-def _flat_buffers(params: Sequence[Param], mesh: Mesh, ranks: Ranks) -> list[_Unit]:
+def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Unit]:
     """Make one unit per optimizer group, as ZeRO does. A group's parameters form a flat buffer, which is padded at the
     end to a multiple of 2 x ranks and split into equal parts (`nccl_start_alignment_factor` in DeepSpeed's
     stage_1_and_2.py, 0.19)."""
-    lay, num, found = cache(_flat), len(ranks), []
+    num, found = len(ranks), list[_Unit]()
+
+    @cache
+    def layout_of(view: MatrixView, held: _Ranges) -> ParamLayout:
+        return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
+
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)
         *starts, total = itertools.accumulate((p.numel for p in members), initial=0)
         part = 2 * -(-total // (2 * num))
-        parts = [in_parts(start, p.numel, part, num) for start, p in zip(starts, members, strict=True)]
-        placed = [_Placed(p, lay(p.view, ranks, held)) for p, held in zip(members, parts, strict=True)]
+        parts = [_in_parts(start, p.numel, part, num) for start, p in zip(starts, members, strict=True)]
+        placed = [(p, layout_of(p.view, held), None) for p, held in zip(members, parts, strict=True)]
         found.append(_Unit(ranks, placed, part))
     return found
 
 
-def _flat(view: MatrixView, ranks: Ranks, held: _Ranges) -> ParamLayout:
-    return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
-
-
-def in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
+def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
     """Split the elements [at, at + size) of a flat buffer by rank, where each of `num_ranks` ranks has `part`
     consecutive elements of the buffer. Returns each rank's range relative to `at`; (0, 0) if it is empty."""
     cuts = [min(max(rank * part - at, 0), size) for rank in range(num_ranks + 1)]
@@ -305,6 +390,92 @@ def in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
+
+
+class _Stored(NamedTuple):
+    """Bytes that one rank stores between steps. The engine's padding of flat buffers is included; the memory
+    allocator's rounding is not.
+
+    Attributes:
+        weights: Bytes of the parameters.
+        gradients: Bytes of the gradients, as stored when `step()` is called.
+        momentum: Bytes of Muon's momentum.
+        moments: Bytes of AdamW's two moments.
+        masters: Bytes of the fp32 copies of the weights that ZeRO keeps.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    momentum: int = 0
+    moments: int = 0
+    masters: int = 0
+
+    @property
+    def total(self) -> int:
+        """Total bytes stored between steps."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class _RankClass:
+    """A set of ranks that store equal amounts and do equal work. All counts are per rank.
+
+    Attributes:
+        ranks: The ranks, ascending.
+        stage: Pipeline stage of the ranks.
+        stored: Bytes stored between steps.
+        buckets: Work in each bucket, in the order in which the buckets run.
+        muon_elements: Number of elements that Muon updates on a rank. Replicated elements count on every rank.
+        adamw_elements: Number of elements that AdamW updates on a rank.
+        votes: Number of votes (messages by which ranks agree to step) before a step.
+    """
+
+    ranks: tuple[int, ...]
+    stage: int
+    stored: _Stored
+    buckets: tuple[BucketCount, ...]
+    muon_elements: int
+    adamw_elements: int
+    votes: int
+
+    @property
+    def count(self) -> int:
+        """Number of ranks in the class."""
+        return len(self.ranks)
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations that a rank spends on orthogonalization in a step."""
+        return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that a rank sends in a step: inside its node, and to other nodes. Together they are the step's
+        `Traffic.bytes_sent`."""
+        sides = [side for bucket in self.buckets for side in bucket.sent]
+        return sum(side.inside for side in sides), sum(side.across for side in sides)
+
+    @property
+    def peak(self) -> int:
+        """Upper bound on the bytes that a step needs beyond `stored`.
+
+        The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
+        bucket, and 8 bytes per element of the momentum that is updated at a time (docs/memory.md).
+        """
+        moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
+        work = max((b.batches for b in self.buckets), default=0)
+        portion = max((min(b.held, max(b.largest, PORTION_ELSEWHERE)) for b in self.buckets), default=0)
+        return 2 * max(moved, default=0) + 4 * work + 8 * portion
+
+    @property
+    def exchanges(self) -> int:
+        """Number of all-to-all calls in a step."""
+        return sum(bucket.exchanges for bucket in self.buckets)
+
+    @property
+    def orthogonalized(self) -> int:
+        """Number of matrices that a rank orthogonalizes in a step; equals `Traffic.orthogonalized`."""
+        return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
 @dataclass(frozen=True)
@@ -328,11 +499,30 @@ class Exact:
     source: str
     muon_params: int
     adamw_params: int
-    mesh: Mesh
-    classes: tuple[RankClass, ...]
+    mesh: _Mesh
+    classes: tuple[_RankClass, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     tokens_flops: int = 0
+
+    @classmethod
+    def of_plan(cls, plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
+        """Count the work in a plan that exists already. AdamW's elements and the bytes stored between steps are 0,
+        because a plan does not list them.
+
+        Args:
+            plan: Plan of a live optimizer, or one made by hand.
+            gpus_per_node: Number of ranks on a node. A rank's node is rank // gpus_per_node.
+            world: Number of ranks in the job. Default: the highest rank in the plan, plus 1.
+        """
+        voting = _voting(plan)
+        shares = {
+            rank: [_RankClass((), 0, _Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
+            for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
+        }
+        mesh = _Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
+        elements = sum(item.numel for item in plan.items)
+        return cls("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares))
 
     @property
     def world(self) -> int:
@@ -340,7 +530,7 @@ class Exact:
         return self.mesh.world
 
     @property
-    def largest(self) -> RankClass:
+    def largest(self) -> _RankClass:
         """The class of ranks that needs the most memory in a step."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
@@ -365,7 +555,7 @@ def count(
     Args:
         model: Name of a preset, path of a config.json, MODULE:FUNCTION or a module, see `models.load_model`.
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8".
-        engine: Framework that shards parameters: "torch" or "zero", see `Mesh`.
+        engine: Framework that shards parameters: "torch" or "zero", see `_Mesh`.
         gpus_per_node: Number of ranks on a node.
         device: Type of torch device: "cuda" or "cpu".
         weights: dtype of the model's parameters and, as with `fully_shard` and DDP, of their gradients.
@@ -386,8 +576,8 @@ def count(
     job = _Planned(module, arranged, device, weights, options)
     policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
     units = _make_units(job.params, arranged)
-    plans = [make_plan([job.spec_of(one) for one in unit.placed if one.param.use_muon], policy) for unit in units]
-    shares: dict[int, list[RankClass]] = {}
+    plans = [make_plan([job.spec_of(one) for one in unit.placed if one[0].use_muon], policy) for unit in units]
+    shares: dict[int, list[_RankClass]] = {}
     for unit, plan in zip(units, plans, strict=True):
         for rank, share in zip(unit.ranks, job.shares(unit, plan), strict=True):
             shares.setdefault(rank, []).append(share)
@@ -423,7 +613,7 @@ class _Planned:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]
+        self, module: nn.Module, mesh: _Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]
     ) -> None:
         self._mesh, self._device, self._weights = mesh, device, weights
         self.config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
@@ -436,7 +626,7 @@ class _Planned:
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
-        self.params = parameters_of(groups, self._options, module)
+        self.params = _parameters_of(groups, self._options, module)
         self._chooser = self.config.chooser()
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
 
@@ -457,42 +647,42 @@ class _Planned:
             self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, doubles, kept_of)
         return self._specs[key]._replace(name=param.name)
 
-    def shares(self, unit: _Unit, plan: Plan) -> Iterable[RankClass]:
+    def shares(self, unit: _Unit, plan: Plan) -> Iterable[_RankClass]:
         buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)
-            yield RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
+            yield _RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
-    def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> Stored:
+    def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> _Stored:
         """Compute the bytes that a rank stores between steps, from four counts: elements that Muon updates, elements
         that AdamW updates, weights, and scales of 8-bit momentum."""
         size, momentum = self._weights.itemsize, self.config.momentum_dtype
         if self._mesh.engine == "zero":
             stepped = 4 * (muon + adamw)
-            return Stored(size * weights, stepped, 4 * muon, 8 * adamw, stepped)
+            return _Stored(size * weights, stepped, 4 * muon, 8 * adamw, stepped)
         of_momentum = 4 * scales + muon if momentum == "int8" else muon * (momentum or self._weights).itemsize
-        return Stored(size * weights, size * weights, of_momentum, 2 * size * adamw)
+        return _Stored(size * weights, size * weights, of_momentum, 2 * size * adamw)
 
 
 def _voting(plan: Plan) -> set[int]:
     return {rank for ranks in plan.digests if len(ranks) > 1 for rank in ranks}
 
 
-def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, ...]:
+def _classes_of(shares: Mapping[int, Sequence[_RankClass]]) -> tuple[_RankClass, ...]:
     """Group ranks with equal counts in all their units into classes.
 
     Args:
         shares: Rank -> its counts in each of its units, as classes whose `ranks` are empty.
     """
-    members: dict[tuple[RankClass, ...], list[int]] = {}
+    members: dict[tuple[_RankClass, ...], list[int]] = {}
     for rank in sorted(shares):
         members.setdefault(tuple(shares[rank]), []).append(rank)
     return tuple(
-        RankClass(
+        _RankClass(
             ranks=tuple(ranks),
             stage=units[0].stage,
-            stored=Stored(*map(sum, zip(*(unit.stored for unit in units), strict=True))),
+            stored=_Stored(*map(sum, zip(*(unit.stored for unit in units), strict=True))),
             buckets=tuple(bucket for unit in units for bucket in unit.buckets),
             muon_elements=sum(unit.muon_elements for unit in units),
             adamw_elements=sum(unit.adamw_elements for unit in units),
@@ -500,22 +690,3 @@ def _classes_of(shares: Mapping[int, Sequence[RankClass]]) -> tuple[RankClass, .
         )
         for units, ranks in members.items()
     )
-
-
-def exact_of(plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
-    """Count the work in a plan that exists already. AdamW's elements and the bytes stored between steps are 0, because
-    a plan does not list them.
-
-    Args:
-        plan: Plan of a live optimizer, or one made by hand.
-        gpus_per_node: Number of ranks on a node. A rank's node is rank // gpus_per_node.
-        world: Number of ranks in the job. Default: the highest rank in the plan, plus 1.
-    """
-    voting = _voting(plan)
-    shares = {
-        rank: [RankClass((), 0, Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
-        for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
-    }
-    mesh = Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
-    elements = sum(item.numel for item in plan.items)
-    return Exact("the plan given", "a live plan", elements, 0, mesh, _classes_of(shares))

@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +24,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.options import Settings
+from shardmuon.layout.views import Ints
 from shardmuon.routing.roles import find_places, is_table
 from shardmuon.texts import did_you_mean
-
-_PRESETS = Path(__file__).parent / "data" / "models"
-_EXPERTS = re.compile(r"(^|\.)(routed_|local_|moe_)?experts(\.|$)")
-_Shapes = Mapping[str, Ints]  # parameter name -> shape
-
 
 # ---------------------------------------------------------------------------------------------- which model is meant
 
@@ -59,7 +51,7 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
     known = _presets()
     if model in known:
         data = known[model]
-        made = build(data["config"])
+        made = _build(data["config"])
         return data["title"], data["source"], made, data.get("active_parameters") or _active_of(made)
     if _is_config(model) or ":" in model:
         made = make_model(model, meta=True)
@@ -72,15 +64,17 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
 
 def _presets() -> dict[str, dict[str, Any]]:
     """Load the data of all presets, by name. A preset has a title, source, published_parameters, active_parameters (for
-    models with experts), published_at, and config (the sizes that `build` takes)."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(_PRESETS.glob("*.json"))}
+    models with experts), published_at, and config (the sizes that `_build` takes)."""
+    folder = Path(__file__).parent / "data" / "models"
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def _active_of(module: nn.Module) -> int:
     """Count the parameter elements that each token uses, see [Note: what works on a token]; 0 for a model with experts,
     for which the number is unknown."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
-    has_experts = any(p.ndim == 3 or _EXPERTS.search(places[0].name) for p, places in held)  # 3-D: a stack
+    named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
+    has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)  # 3-D: a stack
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
@@ -155,7 +149,7 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
     return made
 
 
-def _modules_of(shapes: _Shapes, kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
+def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
     """Build a tree of modules from the names and shapes of their parameters. The parameters are not initialized, and
     the modules have no forward.
 
@@ -331,7 +325,7 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
     }
 
 
-def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
+def _build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     """Build the modules of a decoder, without a forward. Names and shapes are as in Hugging Face's models, with experts
     stacked as in torchtitan.
 
@@ -359,90 +353,3 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)
-
-
-# ----------------------------------------------------------------------------------------------------- parameters
-
-# Names of modules whose weights tensor parallelism shards along the outputs (_COLUMN) or the inputs (_ROW), as used by
-# Hugging Face, torchtitan, GPT-2 and Megatron.
-_COLUMN = re.compile(
-    r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
-    r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
-    r"|output|output_layer|wte|embedding"
-)
-_ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
-AFTER = 1 << 30  # value of `Param.layer` for parameters that come after all layers
-
-
-@dataclass(frozen=True)
-class Param:
-    """One trainable parameter.
-
-    Attributes:
-        name: Name of the parameter, without the prefixes that wrappers add.
-        shape: Global shape.
-        group: Index of the parameter's optimizer group.
-        use_muon: True if Muon updates the parameter, which then consists of one or more matrices.
-        view: The matrices in the parameter; there are none if AdamW updates it.
-        cut: Dim that tensor parallelism shards, as a negative index; None if the parameter is replicated.
-        expert: True if the first dim indexes experts.
-        layer: Index of the layer; -1 for parameters before all layers, `AFTER` for parameters after them.
-    """
-
-    name: str
-    shape: Ints
-    group: int
-    use_muon: bool
-    view: MatrixView
-    cut: int | None
-    expert: bool
-    layer: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-def parameters_of(
-    groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
-) -> list[Param]:
-    """List every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`.
-    `settings` has the Muon options of each group, or None for a group that AdamW updates."""
-    layers, found = _layers(module), list[Param]()
-
-    @cache
-    def view_of(index: int, shape: Ints) -> MatrixView:
-        of_group = settings[index]
-        return MatrixView(shape, shape, -1, (), 1) if of_group is None else matrix_view(shape, **of_group.view)
-
-    for index, group in enumerate(groups):
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            shape, muon = tuple(param.shape), bool(group["use_muon"])
-            cut = _cut(name, len(shape), muon and bool(group.get("transposed", False)))
-            expert = ".experts." in f".{name}." and len(shape) > 1
-            view = view_of(index, shape)
-            found.append(Param(name, shape, index, muon, view, cut, expert, layers.get(id(param), AFTER)))
-    return found
-
-
-def _cut(name: str, num_dims: int, turned: bool) -> int | None:
-    """Return the dim that tensor parallelism shards, as a negative index, or None if the parameter is replicated.
-    `turned` is True for weights stored as (inputs, outputs)."""
-    words = name.split(".")
-    word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
-    outputs, inputs = (-1, -2) if turned else (-2, -1)
-    if _COLUMN.fullmatch(word) and (num_dims > 1 or words[-1] == "bias"):
-        return outputs if num_dims > 1 else -1
-    return inputs if num_dims > 1 and _ROW.fullmatch(word) else None
-
-
-def _layers(module: nn.Module) -> dict[int, int]:
-    """Map the id of each parameter to the index of its layer: -1 before the layers, `AFTER` after them. The layers are
-    the numbered modules under the prefix that has the highest number, e.g. "model.layers"."""
-    named = list(module.named_parameters())
-    numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
-    body = max(numbered, key=lambda found: int(found[2]), default=None)
-    inside = {found.string: int(found[2]) for found in numbered if body is not None and found[1] == body[1]}
-    first = next((at for at, (name, _) in enumerate(named) if name in inside), 0)
-    return {id(p): inside.get(name, -1 if at < first else AFTER) for at, (name, p) in enumerate(named)}

@@ -1,21 +1,91 @@
-"""Report on the cost of Muon in a planned job, made by `plan`, as text tables or as an HTML page with a timeline."""
+"""Cost of Muon in a training job: the time of an optimizer step on a machine, as an interval of seconds with the causes
+of the interval's width and a timeline, and a report with tables, as text or as an HTML page.
+
+The inputs are the counts of a plan (`job.Exact`) and the data of the hardware. Nothing is measured or run.
+
+[Note: the width of an interval]
+    Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. At one end of the interval, all factors
+    have their best values; at the other end, all have their worst values. To find a factor's share of the width, only
+    that factor is moved from its best to its worst value, while the others keep their middle values. The factors with
+    the largest shares are reported as the reason.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from shardmuon.foresight.hardware import Hardware, Time, load, scaled, seconds
+from shardmuon.foresight.counting import BucketCount
+from shardmuon.foresight.hardware import Hardware, Rates
 from shardmuon.foresight.job import Exact, count
-from shardmuon.foresight.pricing import Price, adamw_step, price
-from shardmuon.price.clock import Event
+from shardmuon.plan.plan import Plan
+from shardmuon.price import clock
+from shardmuon.price.clock import BucketTimes, Course, Event
 from shardmuon.price.machines import MACHINES
+
+_FACTORS = {
+    "products": "how much of the peak the matrix products reach",
+    "memory": "how fast momentum, copies and weights pass through memory",
+    "wire": "how fast exchanges are",
+    "latency": "what an exchange of nothing takes",
+    "overlap": "whether exchanges pass while products run",
+    "host": "what Python and launches take",
+}
+_EXCHANGES = ("gather", "scatter", "relay")
+_Pick = Mapping[str, int]  # factor -> which of its values to use: 0 best, 1 middle, 2 worst
+_Ends = NDArray[np.float64]  # (3,): best, middle and worst value
+_Seconds = dict[str, _Ends]  # uncertain factor -> seconds that depend on it
+_Key = tuple[object, ...]  # identifies a bucket and the ranks that exchange its matrices; equal on all these ranks
+
+
+class Time(NamedTuple):
+    """An uncertain number, usually of seconds, as an interval with a middle.
+
+    Attributes:
+        lo: Least value.
+        mid: Expected value; the median for measured times.
+        hi: Largest value.
+    """
+
+    lo: float
+    mid: float
+    hi: float
+
+    def __str__(self) -> str:
+        """Format the ends of the interval, such as "1.2 .. 3.4 ms"."""
+        return _seconds(self.lo, self.hi)
+
+
+def _seconds(*values: float) -> str:
+    """Format seconds, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
+    return _scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
+
+
+def _scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
+    """Format numbers with a common unit, as whole numbers or with three digits. The unit is the largest one in which
+    the last number is at least 1.
+
+    Args:
+        values: Numbers, in the first unit.
+        step: Ratio of each unit to the previous one.
+        units: Names of the units, ascending.
+    """
+    at = 0
+    while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
+        at += 1
+    parts = (value / step**at for value in values)
+    texts = (f"{part:,.0f}" if abs(part) >= 100 or part == 0 else f"{part:.3g}" for part in parts)
+    return f"{' .. '.join(texts)} {units[at]}"
 
 
 def plan(
@@ -56,7 +126,7 @@ def plan(
         >>> report.exact.world, report.price.step.lo < report.price.step.hi
         (64, True)
     """
-    hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
+    hardware = gpu if isinstance(gpu, Hardware) else Hardware.load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     exact = count(
         model,
@@ -69,7 +139,253 @@ def plan(
         machine=MACHINES.get(hardware.name),
         **options,
     )
-    return Report(exact, hardware, price(exact, hardware, tokens=tokens_per_step), adamw_step(exact, hardware))
+    return Report(exact, hardware, Price.of(exact, hardware, tokens=tokens_per_step))
+
+
+def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
+    """Estimate the time of one step of a plan on a machine, as an interval of seconds with a timeline. AdamW's time is
+    not included.
+
+    Args:
+        plan: Plan of a live optimizer, or one made by hand.
+        gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+        gpus_per_node: Number of ranks that are connected by fast links. Default: as given in the hardware file.
+
+    Raises:
+        ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
+    """
+    hardware = gpu if isinstance(gpu, Hardware) else Hardware.load(gpu)
+    per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
+    return Price.of(Exact.of_plan(plan, per_node), hardware)
+
+
+# ------------------------------------------------------------------------------------------------------------ the price
+
+
+@dataclass(frozen=True)
+class Price:
+    """Estimated time of one step on one machine.
+
+    Attributes:
+        step: Seconds that `optimizer.step()` takes on the slowest rank.
+        rank: The slowest rank. If several ranks do equal work, the lowest of them.
+        parts: Seconds that the slowest rank spends on each activity: products, memory passes, AdamW, host, vote, and
+            waiting for exchanges.
+        timeline: Events on the slowest rank, with every uncertain factor at its middle value.
+        reasons: Causes of the interval's width, largest first: (factor, text, share of the width from this factor
+            alone).
+        ends: Seconds until a rank is done, with every uncertain factor at its middle value. The keys are ranks, one for
+            each class of ranks that do equal work.
+        tokens: Number of tokens in a training step, over all ranks; None if unknown.
+        adamw: Seconds of a step in which AdamW updates all parameters, on the rank with the most elements.
+        training: Seconds of the forward and backward pass of a training step, from the model's FLOPs per token and the
+            fraction of the peak that training reaches; None if the number of tokens is unknown.
+        unverified: Hardware numbers that were used but never checked, with their sources.
+        extrapolated: Tables that were read beyond their ends.
+    """
+
+    step: Time
+    rank: int
+    parts: Mapping[str, Time]
+    timeline: tuple[Event, ...]
+    reasons: tuple[tuple[str, str, float], ...]
+    ends: Mapping[int, float] = field(repr=False)
+    adamw: Time
+    tokens: float | None = None
+    training: Time | None = None
+    unverified: Mapping[str, str] = field(default_factory=dict)
+    extrapolated: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> Price:
+        """Estimate the time of a step from the counts of a plan.
+
+        Args:
+            exact: Counts of the plan.
+            hardware: Machine that every rank runs on.
+            tokens: Number of tokens in a training step, over all ranks. If given, the time of the forward and backward
+                pass is estimated, too.
+
+        Raises:
+            ValueError: The hardware file lacks a number that the plan needs, or `tokens` is not a number above 0.
+        """
+        if tokens is not None and not 0 < tokens < math.inf:
+            raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
+        rates, alone = Rates(hardware), Rates(hardware)
+        pricer = _Pricer(exact, rates)
+        best, middle, worst = (pricer.run(dict.fromkeys(_FACTORS, which)) for which in range(3))
+        slowest = max(range(len(middle)), key=lambda i: (middle[i].end, -i))
+        step = Time(*sorted(max(course.end for course in courses) for courses in (best, middle, worst)))
+        training = None if tokens is None else _training_seconds(exact, rates, tokens)
+        found, most = exact.classes[slowest], max(c.muon_elements + c.adamw_elements for c in exact.classes)
+        return cls(
+            step=step,
+            rank=found.ranks[0],
+            parts=pricer.parts(slowest, [courses[slowest].waited for courses in (best, middle, worst)]),
+            timeline=tuple(middle[slowest].events),
+            reasons=pricer.reasons(step, found.stage),
+            ends={c.ranks[0]: course.end for c, course in zip(exact.classes, middle, strict=True)},
+            adamw=Time(*(alone.of("host_step") + alone.passed("adamw", most, max(1, most / 64), 4))),
+            tokens=tokens,
+            training=training,
+            unverified=dict(sorted(rates.unverified.items())),
+            extrapolated=tuple(rates.extrapolated),
+        )
+
+    @property
+    def reason(self) -> str:
+        """Describe the main causes of the interval's width, at most two."""
+        if not self.reasons or self.step.hi == self.step.lo:
+            return "nothing in it is uncertain"
+        return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
+
+
+def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
+    """Estimate the seconds of the forward and backward pass: 6 x active parameters x tokens / (ranks x peak FLOP/s x
+    MFU), where MFU is the fraction of the peak that training reaches."""
+    if not exact.tokens_flops:
+        raise ValueError(
+            f"{exact.model}: how many parameters work on a token is not known (it has experts), so a training "
+            "step cannot be priced. Give --active-params (active_params=), or leave --tokens-per-step out"
+        )
+    work = exact.tokens_flops * tokens / exact.world
+    return Time(*(work / (rates.of("peak bfloat16") * rates.of("mfu"))))
+
+
+class _Pricer:
+    """Estimate the times of all buckets on all classes of ranks, and simulate steps with these times.
+
+    Attributes:
+        _held: For each class of ranks, the indices of its buckets in `_phases`. Classes with equal buckets share
+            entries.
+        _overlap: Fraction of an exchange that can run at the same time as matrix products.
+        _first: Uncertain factor -> seconds before the first bucket that depend on the factor.
+        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and phase -> uncertain factor
+            -> seconds. Exchanges that the bucket does not have are left out.
+        _adamw: Seconds of AdamW on each class of ranks.
+    """
+
+    def __init__(self, exact: Exact, rates: Rates) -> None:
+        self._exact, self._rates = exact, rates
+        fragments, held = _fragments_of(exact), dict[tuple[_Key, BucketCount], int]()
+        self._held = [[held.setdefault((_group(c.stage, b), b), len(held)) for b in c.buckets] for c in exact.classes]
+        self._slower = rates.slowdown(min(exact.world, rates.hardware.gpus_per_node, exact.mesh.gpus_per_node))
+        self._overlap = rates.of("overlap")
+        votes = max((c.votes for c in exact.classes), default=0)
+        hops = math.log2(max(2, exact.world)) * votes if exact.world > 1 else 0.0
+        self._first = {"host": rates.of("host_step"), "latency": rates.of("agreement") * hops}
+        self._phases = [
+            (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
+            for group, bucket in held
+        ]
+        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # an exchange takes as long as on its slowest rank
+        for key, phases in self._phases:
+            for phase in [phase for phase in _EXCHANGES if phase in phases]:
+                known = slowest.setdefault((key, phase), dict(phases[phase]))
+                for factor, seconds in phases[phase].items():
+                    known[factor] = np.maximum(known[factor], seconds)
+                phases[phase] = known
+        self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
+
+    def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
+        """Simulate a step with each uncertain factor at its value in `pick`. Returns one timeline per class of ranks.
+        If `stage` is given, only the ranks of that pipeline stage are simulated, since they exchange nothing with other
+        stages."""
+        which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
+        times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
+        return clock.run(
+            [[times[number] for number in self._held[i]] for i in which],
+            sum(float(seconds[pick[factor]]) for factor, seconds in self._first.items()),
+            [float(self._adamw[i][pick["memory"]]) for i in which],
+            float(self._overlap[pick["overlap"]]),
+        )
+
+    def _times(self, number: int, pick: _Pick) -> BucketTimes:
+        key, phases = self._phases[number]
+        found: dict[str, Any] = {
+            phase: sum(float(seconds[pick[factor]]) for factor, seconds in by_factor.items())
+            for phase, by_factor in phases.items()
+        }
+        return BucketTimes(key, **{**dict.fromkeys(_EXCHANGES), **found})
+
+    def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
+        """Compute how much each uncertain factor contributes to the width of the interval `step`, on the given
+        (slowest) pipeline stage. Returns (factor, text, share of the width), largest share first."""
+        found = []
+        for factor, text in _FACTORS.items():
+            low, high = (
+                max(course.end for course in self.run({**dict.fromkeys(_FACTORS, 1), factor: which}, stage))
+                for which in (0, 2)
+            )
+            found.append((factor, text, max(0.0, high - low) / (step.hi - step.lo) if step.hi > step.lo else 0.0))
+        return tuple(sorted(found, key=lambda row: -row[2]))
+
+    def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
+        """Sum the seconds that a class of ranks spends on each activity. `number` is the index of the class, and
+        `waited` the seconds of waiting at best, in the middle and at worst."""
+        phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
+
+        def spent(factor: str) -> _Ends:
+            return sum((seconds[factor] for _, seconds in phases if factor in seconds), np.zeros(3))
+
+        return {
+            "products": Time(*spent("products")),
+            "momentum, copies, weights": Time(*spent("memory")),
+            "AdamW": Time(*self._adamw[number]),
+            "host": Time(*(spent("host") + self._first["host"])),
+            "vote": Time(*self._first["latency"]),
+            "waiting for exchanges": Time(min(waited[0], waited[2]), waited[1], max(waited[0], waited[2])),
+        }
+
+    def _phases_of(self, bucket: BucketCount, fragments: int) -> dict[str, _Seconds]:
+        rates, foreign, idle = self._rates, bucket.foreign, bucket.idle
+        each, calls, held = rates.of("host_matrix"), rates.of("host_bucket"), max(1, bucket.held)
+
+        def passed(what: str, elements: int, num_calls: float = 0.0, copied: int = 0) -> _Seconds:
+            memory = self._pass(what, elements, bucket.held / max(1, fragments), bucket.itemsize)
+            return {
+                "memory": memory + rates.memory(2 * copied),
+                "host": each * (fragments / 2 * elements / held) + calls * num_calls,
+            }
+
+        fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
+        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # between exchange buffers and batches
+        products = sum((rates.product(*m) for m in bucket.matrices), np.zeros(3))
+        phases: dict[str, _Seconds] = {
+            "pack": passed("pack", foreign, 0.5),
+            "fill": {"memory": fill["memory"] + momentum["memory"], "host": fill["host"] + momentum["host"]},
+            "orthogonalize": {"products": self._slower * products, "memory": rates.memory(2 * copied)},
+            "apply": passed("apply", bucket.held - idle, 0.5, bucket.sent.relay.bytes),
+            "finish": passed("apply", idle, 0.5 * bucket.relays),
+        }
+        there_are = (bucket.gathers, bucket.gathers, bucket.relays)
+        for phase, there_is, *sides in zip(_EXCHANGES, there_are, bucket.sent, bucket.received, strict=True):
+            if there_is:
+                inside, across, peers = map(max, *sides)
+                phases[phase] = rates.exchange(bucket.num_ranks, inside, across, peers, bucket.num_nodes > 1)
+        return phases
+
+    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> _Ends:
+        return self._slower * self._rates.passed(what, elements, fragment, wire)
+
+
+def _group(stage: int, bucket: BucketCount) -> _Key:
+    return (stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.itemsize)
+
+
+def _fragments_of(exact: Exact) -> dict[_Key, int]:
+    """Estimate the number of fragments (parts of matrices) that a rank holds in each bucket, by the bucket's key. A
+    rank is assumed to hold one fragment of each matrix that its group of ranks shares."""
+    owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
+    for rank in exact.classes:
+        for bucket in rank.buckets:
+            key = _group(rank.stage, bucket)
+            owned[key] += rank.count * sum(m.num for m in bucket.matrices)
+            members[key] += rank.count / bucket.num_ranks  # adds up to the number of groups with this key
+    return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
 
 
 @dataclass(frozen=True)
@@ -81,13 +397,11 @@ class Report:
             step, which is an upper bound.
         hardware: Machine for which the time was estimated.
         price: Estimated time of an optimizer step, and of the forward and backward pass before it.
-        adamw: Estimated time in seconds of an AdamW step on the same mesh.
     """
 
     exact: Exact
     hardware: Hardware
     price: Price
-    adamw: Time
 
     @property
     def overhead(self) -> tuple[float, float, float]:
@@ -99,7 +413,7 @@ class Report:
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0
-        whole, ours, theirs = self.price.training, self.price.step, self.adamw
+        whole, ours, theirs = self.price.training, self.price.step, self.price.adamw
         return (
             (ours.lo - theirs.lo) / (whole.hi + theirs.lo),
             (ours.mid - theirs.mid) / (whole.mid + theirs.mid),
@@ -146,14 +460,10 @@ class Report:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
-# ------------------------------------------------------------------------------------------- ---------- tables and text
-
-_TIGHT = 0.9  # fraction of a rank's memory, activations not counted, above which a job is called tight
 _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_OPERATIONS = ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 _MANY = 12  # maximum number of rows in a table; for further rows only their number is shown
 
 
@@ -175,12 +485,12 @@ class _Section(NamedTuple):
 
 def _size(value: float) -> str:
     """Format a number of bytes with three digits and a binary unit."""
-    return scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _number(value: float) -> str:
     """Format a count, such as "70.6 B" for 70.6 billion."""
-    return f"{value:,.0f}" if value < 1e6 else scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
+    return f"{value:,.0f}" if value < 1e6 else _scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
 def _sections(report: Report) -> list[_Section]:
@@ -208,10 +518,10 @@ def _summary(report: Report) -> _Section:
 def _answers(report: Report) -> _Section:
     price = report.price
     rows = {
-        "optimizer step": f"{price.step}, most likely {seconds(price.step.mid)}",
+        "optimizer step": f"{price.step}, most likely {_seconds(price.step.mid)}",
         "why so wide": price.reason,
         "memory of a rank": _memory(report),
-        "over AdamW": f"AdamW's step: {report.adamw}",
+        "over AdamW": f"AdamW's step: {price.adamw}",
         "straggler": _straggler(report),
     }
     if price.training is not None:
@@ -227,7 +537,7 @@ def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
     need = largest.stored.total + largest.peak  # an upper bound, because `peak` is an upper bound
     never = "does not fit" if largest.stored.total > have else "may not fit"
-    fits = never if need > have else "tight" if need > _TIGHT * have else "fits"
+    fits = never if need > have else "tight" if need > 0.9 * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)
     without = "activations" + (" and ZeRO 1's whole gradients" if report.exact.mesh.engine == "zero" else "")
     return (
@@ -244,8 +554,8 @@ def _straggler(report: Report) -> str:
     )
     idle = sum(c.count for c in exact.classes if not c.flops)
     return (
-        f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
-        f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.ranks[0]}, "
+        f"rank {price.rank}; the last rank is done after {_seconds(late[0][1])}, the first after "
+        f"{_seconds(late[-1][1])}. Most matmul FLOPs: rank {busiest.ranks[0]}, "
         f"{busiest.flops / mean if mean else 1:.2f} of the mean"
         + (f"; {idle:,} of {exact.world:,} ranks orthogonalize nothing" if idle else "")
     )
@@ -258,11 +568,10 @@ def _ranks(exact: Exact) -> _Section:
             f"{c.ranks[0]:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
             str(c.stage),
             str(c.orthogonalized),
-            scaled((c.flops / 1e6,), 1000, _OPERATIONS) if c.flops else "none",
+            _scaled((c.flops / 1e6,), 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")) if c.flops else "none",
             _size(c.stored.total),
             _size(c.peak),
-            _size(c.sent.inside),
-            _size(c.sent.across),
+            *map(_size, c.sent),
             f"{c.exchanges} + {c.votes}",
         )
         for c in classes[:_MANY]

@@ -22,7 +22,7 @@ from shardmuon.auditing.reference import relative_error
 from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
-from shardmuon.testing.frameworks import FSDP1_ROWS, ZERO_ROWS, Fsdp1Run, Run, ZeroRun
+from shardmuon.testing.frameworks import Fsdp1Run, Run, ZeroRun
 from shardmuon.testing.layouts import (
     LAYOUTS,
     PARAMS,
@@ -30,7 +30,6 @@ from shardmuon.testing.layouts import (
     cut_matrices,
     groups_of,
     mesh_kind,
-    numbers_in,
     parameters,
 )
 from shardmuon.variants import KEPT_KEYS
@@ -38,7 +37,6 @@ from shardmuon.variants import KEPT_KEYS
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
 _State = dict[str, dict[str, Tensor]]  # parameter name -> "weight" and optimizer state, as whole tensors
-_StepsOf = Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def compare_with_dense(layout: str, **given: Any) -> Comparison:
     ranks must call it.
 
     Args:
-        layout: Name of a layout in `LAYOUTS`, `FSDP1_ROWS` or `ZERO_ROWS`.
+        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
         given: Arguments of `_compare`, and options of Muon.
     """
     return _compare(layout, _dense_steps, **{"method": "standard", **given})
@@ -82,7 +80,7 @@ def compare_with_torch(layout: str, **given: Any) -> Comparison:
 
 def _compare(
     layout: str,
-    steps_of: _StepsOf,
+    steps_of: Callable[[_Cases, Mapping[str, Any], _Whole, Sequence[_Whole]], Iterator[_State]],
     *,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
@@ -95,7 +93,7 @@ def _compare(
     stages store after the last step. The reference is cached, since it does not depend on the layout.
 
     Args:
-        layout: Name of a layout in `LAYOUTS`, `FSDP1_ROWS` or `ZERO_ROWS`.
+        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
         steps_of: Generator function that yields the reference's state after each step.
         dtype: Dtype of weights and gradients.
         steps: Number of steps.
@@ -115,7 +113,7 @@ def _compare(
         return Muon(groups_of(params, cases), **{**of_layout, **options})
 
     full = draw()
-    kind = ZeroRun if layout in ZERO_ROWS else Fsdp1Run if layout in FSDP1_ROWS else _LayoutRun
+    kind = ZeroRun if layout in ZeroRun.ROWS else Fsdp1Run if layout in Fsdp1Run.ROWS else _LayoutRun
     run: _AnyRun = kind(layout, full, make)
     full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
     key = repr((steps_of.__name__, kind, mesh_kind(), cases, dtype, steps, options))
@@ -177,8 +175,9 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:
         whole = torch.empty_like(full[name])
-        for places, value in zip(cut[name](numbers_in(full)[name]), values, strict=True):
-            whole.view(-1)[places.long()] = value
+        places = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
+        for at, value in zip(cut[name](places), values, strict=True):
+            whole.view(-1)[at] = value
         return whole
 
     for of_step in grads:
@@ -205,7 +204,7 @@ class _LayoutRun(Run):
         self._built: Callable[[_Whole], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._built(full))
         # flat indices of the elements that this rank stores
-        self._stored = {n: _local(t).long() for n, t in self._built(numbers_in(full)).items()}
+        self._stored = {n: _local(t).long() for n, t in row.numbers(full, row.mesh(world)).items()}
         self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,7 +226,7 @@ class _LayoutRun(Run):
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
         return all(
-            torch.equal(_local(found).view(-1), rows_stored(of_param[key], found).view(-1))
+            torch.equal(_local(found).view(-1), _rows_stored(of_param[key], found).view(-1))
             for name, of_param in state.items()
             for key in KEPT_KEYS
             if key in of_param
@@ -238,7 +237,7 @@ class _LayoutRun(Run):
 _AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
-def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
+def _rows_stored(whole: Tensor, like: Tensor) -> Tensor:
     """Select the rows of `whole`, a stage's state, that this rank stores according to the placements of `like`."""
     if not is_dtensor(like):
         return whole

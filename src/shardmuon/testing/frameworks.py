@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,8 @@ from shardmuon.muon import Muon
 
 _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
-FSDP1_ROWS = {  # layout name -> name of FSDP1's sharding strategy
-    "fsdp1": "FULL_SHARD",
-    "fsdp1 zero2": "SHARD_GRAD_OP",
-    "fsdp1 hybrid": "HYBRID_SHARD",
-    "fsdp1 no shard": "NO_SHARD",
-}
 
-
-class GivenGradients(nn.Module):
+class _GivenGradients(nn.Module):
     """A module whose loss has the gradients that the caller gives. An optional inner module is a separate FSDP1 unit.
     Parameters are looked up by name, because FSDP1 replaces the parameter objects."""
 
@@ -45,11 +38,11 @@ class GivenGradients(nn.Module):
         return own if self.inner is None else own + self.inner(grads)
 
 
-class _Inner(GivenGradients):
+class _Inner(_GivenGradients):
     """An inner module that FSDP1 wraps as a separate unit."""
 
 
-def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
+def _wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
     """Wrap a model in FSDP1, with each `_Inner` module as a separate unit. Collective.
 
     HYBRID_SHARD makes two replicas if the number of ranks allows it.
@@ -60,7 +53,7 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         options["process_group"] = (mesh.get_group("shards"), mesh.get_group("replicas"))
     options = {"auto_wrap_policy": ModuleWrapPolicy({_Inner}), "use_orig_params": True, **options}
-    with quiet():
+    with _quiet():
         return FullyShardedDataParallel(
             model,
             sharding_strategy=ShardingStrategy[strategy],
@@ -70,14 +63,14 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Ignore warnings in this context: torch warns that these frameworks, or functions they call, are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+def _whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
     """Return copies of all whole weights, by their names before wrapping. Collective."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
@@ -121,12 +114,19 @@ class Run:
 class Fsdp1Run(Run):
     """A run of an optimizer on a model that FSDP1 wraps."""
 
+    ROWS: ClassVar[Mapping[str, str]] = {  # layout name -> name of FSDP1's sharding strategy
+        "fsdp1": "FULL_SHARD",
+        "fsdp1 zero2": "SHARD_GRAD_OP",
+        "fsdp1 hybrid": "HYBRID_SHARD",
+        "fsdp1 no shard": "NO_SHARD",
+    }
+
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
-        strategy = FSDP1_ROWS[row]
+        strategy = self.ROWS[row]
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
-        self._model = wrap(GivenGradients(outside, _Inner(inside) if inside else None), strategy)
+        self._model = _wrap(_GivenGradients(outside, _Inner(inside) if inside else None), strategy)
         params = {name.rpartition(".")[2]: p for name, p in self._model.named_parameters()}
         options = {"process_group": dist.group.WORLD} if strategy == "NO_SHARD" else {}
         self.optimizer = make({name: params[name] for name in names}, options)
@@ -137,31 +137,22 @@ class Fsdp1Run(Run):
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name.removeprefix("inner."): t for name, t in whole_weights(self._model).items()}
+        return {name.removeprefix("inner."): t for name, t in _whole_weights(self._model).items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        with quiet():
+        with _quiet():
             found = FullyShardedDataParallel.optim_state_dict(self._model, self.optimizer)["state"]
         return {name.removeprefix("inner."): state["momentum_buffer"] for name, state in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ DeepSpeed
 
-ZERO_ROWS: dict[str, dict[str, Any]] = {  # layout name -> "zero_optimization" in DeepSpeed's configuration
-    "zero0": {"stage": 0},
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero2+offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero3+offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-}
 
-
-def start_deepspeed() -> Any:
+def _start_deepspeed() -> Any:
     """Import DeepSpeed for the CPU, and start it on the process group of the pool's ranks, without compiling anything.
     Collective."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with quiet():
+    with _quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
     old = r"`torch.distributed.\w+` is deprecated"  # newer versions of torch warn about names that DeepSpeed calls
     warnings.filterwarnings("ignore", old, FutureWarning)
@@ -171,7 +162,7 @@ def start_deepspeed() -> Any:
     return deepspeed
 
 
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
+def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
     """Make a DeepSpeed engine on a CPU, without DeepSpeed's gradient clipping. Collective.
 
     Args:
@@ -181,18 +172,18 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
     """
     fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
     fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    deepspeed = start_deepspeed()
-    with quiet():
+    deepspeed = _start_deepspeed()
+    with _quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **config})
     return engine
 
 
-def whole_weight(param: Tensor) -> Tensor:
+def _whole_weight(param: Tensor) -> Tensor:
     """Return a copy of a whole fp32 weight, at ZeRO stages 1 to 3. Collective."""
     return _find("safe_get_full_fp32_param", param)
 
 
-def whole_momentum(param: Tensor) -> Tensor:
+def _whole_momentum(param: Tensor) -> Tensor:
     """Return a copy of a parameter's whole momentum, at ZeRO stages 1 to 3, after the first step. Collective."""
     return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
@@ -209,28 +200,37 @@ class ZeroRun(Run):
     """A run of an optimizer under DeepSpeed, which steps fp32 copies of the weights."""
 
     steps = torch.float32
+    # layout name -> "zero_optimization" in DeepSpeed's configuration
+    ROWS: ClassVar[Mapping[str, dict[str, Any]]] = {
+        "zero0": {"stage": 0},
+        "zero1": {"stage": 1},
+        "zero2": {"stage": 2},
+        "zero3": {"stage": 3},
+        "zero2+offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero3+offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
 
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
-        zero = ZERO_ROWS[row]
+        zero = self.ROWS[row]
         self._whole = zero["stage"] == 0
-        model = GivenGradients(full)
+        model = _GivenGradients(full)
         self._params = dict(model.named_parameters())
         self.optimizer = make(self._params, {"process_group": dist.group.WORLD} if self._whole else {})
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config |= {halves[t.dtype]: {"enabled": True} for t in full.values() if t.dtype in halves}
-        self._engine = initialize(model, self.optimizer, config)
+        self._engine = _initialize(model, self.optimizer, config)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         self._engine.backward(self._engine(grads))
         self._engine.step()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() if self._whole else whole_weight(p) for name, p in self._params.items()}
+        return {name: p.detach().clone() if self._whole else _whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
         state = self.optimizer.state  # at ZeRO stage 0, keyed by the model's parameters
-        return {n: state[p]["momentum_buffer"] if self._whole else whole_momentum(p) for n, p in self._params.items()}
+        return {n: state[p]["momentum_buffer"] if self._whole else _whole_momentum(p) for n, p in self._params.items()}
 
     def close(self) -> None:
         self._engine.destroy()

@@ -39,7 +39,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import strided_shard
 from shardmuon.comm.groups import GroupRef
-from shardmuon.foresight.job import in_parts
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.mesh import Cut
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -101,20 +100,20 @@ class _LayoutCase:
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
+        return {name: _elements_of(tensors[name], built) for name, built in self.numbers(tensors, shape).items()}
+
+    def numbers(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
+        """Build this rank's shards of fp64 tensors of the same shapes, whose elements are their own indices. All ranks
+        of the default group must call it."""
         key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
-            _CUT[key] = self.builder(numbers_in(tensors), shape)
-        return {name: _elements_of(tensors[name], built) for name, built in _CUT[key].items()}
+            numbers = ((t, torch.arange(t.numel(), dtype=torch.float64, device=t.device)) for t in tensors.values())
+            of_shapes = (places.view(t.shape) for t, places in numbers)
+            _CUT[key] = self.builder(dict(zip(tensors, of_shapes, strict=True)), shape)
+        return _CUT[key]
 
 
 _CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, for tensors whose elements are their indices
-
-
-def numbers_in(tensors: _Tensors) -> dict[str, Tensor]:
-    """Make fp64 tensors of the same shapes, whose elements are their own indices."""
-    return {
-        name: torch.arange(t.numel(), dtype=torch.float64, device=t.device).view(t.shape) for name, t in tensors.items()
-    }
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
@@ -175,10 +174,9 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {name: bag[name].detach() for name in tensors}
 
 
-_Places = Callable[[int, Tensor], Sequence[Placement]]  # (index of a tensor, tensor) -> one placement per mesh axis
-
-
-def _placed_by(places: _Places) -> _Builder:
+def _placed_by(
+    places: Callable[[int, Tensor], Sequence[Placement]],  # (index of a tensor, tensor) -> one placement per mesh axis
+) -> _Builder:
     """Make a builder of DTensors with the placements that `places` gives for each tensor. If there is only one
     placement, the mesh has a single axis with all ranks. A tensor without placements stays a plain tensor."""
 
@@ -238,7 +236,7 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
 
 
-def shard_like_megatron(
+def _shard_like_megatron(
     tensors: Mapping[str, Tensor],  # full tensors
     mesh: DeviceMesh,
     *,
@@ -257,7 +255,7 @@ def shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards)[shard]  # range of rows
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)  # rows
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -267,15 +265,17 @@ def shard_like_megatron(
     return out
 
 
-def _in_buffer(before: int, size: int, num_parts: int) -> Sequence[tuple[int, int]]:
+def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
     """Split a buffer that contains a tensor, with other tensors before and after it, into equal parts. Returns the
-    range of the tensor's elements in each part."""
-    return in_parts(1 + before, size, -(-(3 + before + size) // num_parts), num_parts)
+    range of the tensor's elements in one part."""
+    each = -(-(3 + before + size) // num_parts)
+    start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
+    return (start, stop) if start < stop else (0, 0)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Make a builder that shards tensors with `shard_like_megatron`, on a mesh named `purpose`."""
-    return lambda tensors, shape: shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
+    """Make a builder that shards tensors with `_shard_like_megatron`, on a mesh named `purpose`."""
+    return lambda tensors, shape: _shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
@@ -324,7 +324,7 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
     }
     out: dict[str, Tensor] = {}
     for (name, full), cut in zip(tensors.items(), cuts, strict=True):
-        start, stop = _in_buffer(37 * len(out) % 200, whole[name].numel(), shape[0])[mesh.get_local_rank(0)]
+        start, stop = _in_buffer(37 * len(out) % 200, whole[name].numel(), shape[0], mesh.get_local_rank(0))
         shard = whole[name].detach().flatten()[start:stop].clone()
         out[name] = FlatShard(tuple(full.shape), start, data, "flat buffers", tp, cut).mark(shard)
     return out
@@ -346,34 +346,28 @@ def _square(world: int) -> Ints:
     return (world // 2, 2) if world % 2 == 0 else (1, world)
 
 
-def _replicas_first(world: int) -> Ints:
-    return (2, world // 2) if world % 2 == 0 else (world, 1)
-
-
-def _cube(world: int) -> Ints:
-    return (2, world // 4, 2) if world % 4 == 0 else (1, *_square(world))
-
-
-def _default_group(shape: Ints) -> dict[str, Any]:
-    return {"process_group": dist.group.WORLD}
-
-
 _MIXED: list[list[Placement]] = [[Shard(0)], [Replicate(), Shard(1)], [Replicate()], [Shard(1), Shard(0)], []]
 LAYOUTS: dict[str, _LayoutCase] = {
     case.name: case
     for case in (
         _LayoutCase("single", _flat, _placed_by(lambda i, t: [])),
-        _LayoutCase("ddp", _flat, _placed_by(lambda i, t: []), _default_group, exchanges=1),
+        _LayoutCase(
+            "ddp",
+            _flat,
+            _placed_by(lambda i, t: []),
+            lambda shape: {"process_group": dist.group.WORLD},
+            exchanges=1,
+        ),
         _LayoutCase("replicate", _flat, _placed_by(lambda i, t: [Replicate()]), exchanges=1),
         _LayoutCase("fsdp2", _flat, _fsdp2),
         _LayoutCase("fsdp2 dim 1", _flat, _placed_by(lambda i, t: [Shard(1)])),
-        _LayoutCase("hsdp", _replicas_first, _fsdp2, exchanges=3),
+        _LayoutCase("hsdp", lambda n: (2, n // 2) if n % 2 == 0 else (n, 1), _fsdp2, exchanges=3),
         _LayoutCase("tp", _flat, _placed_by(_in_turn)),
         _LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
         _LayoutCase("two dims", _square, _placed_by(lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])),
         _LayoutCase("one dim twice", _square, _placed_by(lambda i, t: [Shard(0), Shard(0)])),
         _LayoutCase("lone strided", _flat, _lone_strided),
-        _LayoutCase("hsdp+tp", _cube, _fsdp2_tp, exchanges=3),
+        _LayoutCase("hsdp+tp", lambda n: (2, n // 4, 2) if n % 4 == 0 else (1, *_square(n)), _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
         _LayoutCase(  # stacks: by expert over one axis, by rows over the other; other tensors: over all ranks
             "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])

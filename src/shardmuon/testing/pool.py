@@ -66,9 +66,7 @@ _PRELOADED = [  # modules that cannot be imported are skipped
     "pytest",
     "hypothesis",
 ]
-_START_TIMEOUT = 180.0  # seconds in which to import torch (once per parent process) and connect the ranks
 _GRACE = 5.0  # seconds to wait for further failures after the first, so that the error names all failed ranks
-_STACK_TIMEOUT = 1.0  # seconds to wait until a hung rank sends its stack
 _MAX_OPEN_FILES = 400  # per rank; torch frees the files and the 2 threads of a group only when the process ends
 
 
@@ -167,6 +165,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """
         return cast("list[_T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
 
+    @staticmethod
+    def preload(module: str) -> None:
+        """Import one more module before ranks are forked. This has no effect once a pool of this process has started. A
+        module that raises ImportError is skipped."""
+        _PRELOADED.append(module)
+
     def close(self) -> None:
         """Kill the ranks, if any. A later call starts new ones."""
         _kill(self._ranks)
@@ -189,7 +193,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                self._receive(started, _START_TIMEOUT, _GRACE, catching=False)
+                self._receive(started, 180.0, _GRACE, catching=False)  # the first imports torch
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` reports it
@@ -243,7 +247,10 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     reply, num_open_files = pickle.loads(pipe.recv_bytes())
                     most_open_files = max(most_open_files, num_open_files)
                 except (EOFError, ConnectionResetError):
-                    reply = _dead(number, self._ranks[number][0])
+                    process = self._ranks[number][0]
+                    process.join(1.0)
+                    how = f"the process ended, exit code {process.exitcode}"
+                    reply = RankException(number, "ChildProcessError", how, "", returned=False)
                 replies[number] = reply
                 if isinstance(reply, RankException) and time.monotonic() + grace < deadline:
                     deadline = time.monotonic() + grace
@@ -264,23 +271,11 @@ def get_pool(world_size: int) -> RankPool:
     return RankPool(world_size, timeout=120.0)  # long, because other processes may use the same cores
 
 
-def preload(module: str) -> None:
-    """Import one more module before ranks are forked. This has no effect once a pool of this process has started. A
-    module that raises ImportError is skipped."""
-    _PRELOADED.append(module)
-
-
-def _dead(number: int, process: BaseProcess) -> RankException:
-    process.join(1.0)
-    how = f"the process ended, exit code {process.exitcode}"
-    return RankException(number, "ChildProcessError", how, "", returned=False)
-
-
 def _where(pipe: Connection) -> str:
     """Return the current stack of a rank's main thread, or a text that says why it is not known."""
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(b"")
-        if pipe.poll(_STACK_TIMEOUT):
+        if pipe.poll(1.0):
             answer = pipe.recv_bytes()
             return answer.decode() if answer.startswith(b"Stack") else "(it returns just now)\n"
     return "(the process does not answer)\n"
