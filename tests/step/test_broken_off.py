@@ -190,7 +190,7 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 
 
 def main(rank: int, name: str, store: str) -> None:
-    """A step of a rank, another in which one rank ends, and a third; then, where all live, a new group and the state before."""
+    """A step, another in which one rank ends, and a third; then, where all live, a new group and the state before."""
     torch.set_num_threads(1)
     _join(store, rank)
     case, job = CASES[name], _job(CASES[name].layout)
