@@ -11,7 +11,7 @@ import torch.distributed as dist
 from jobs import Job, Spec, as_in
 from live_bytes import peak_of
 from on_ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -72,14 +72,9 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
 # --------------------------------------------------------------------------------------------------- with FSDP2
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(24, 33, bias=False), nn.Linear(33, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
+def _net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 33, bias=False), nn.ReLU(), nn.Linear(33, 8, bias=False))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,7 @@ class _Net(nn.Module):
 @on_ranks(2)
 def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any], options: dict[str, Any]) -> None:
     """Three steps beside one process that is given the same gradients; all are fp32 on the CPU."""
-    net, twin = _Net(), _Net()
+    net, twin = _net(), _net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)
     dense = Muon(list(twin.named_parameters()), lr=0.02)
@@ -152,7 +147,7 @@ def test_buffers_live_where_the_group_can_move_them(
 
 def _offloaded_over_nccl() -> bool:
     """FSDP2 keeps shards on the CPU in a job whose only backend is NCCL."""
-    net = _Net().cuda()
+    net = _net().cuda()
     with meshes_on("cuda"):
         fully_shard(net, mesh=mesh_of((1,)), offload_policy=CPUOffloadPolicy())
     optimizer = Muon(list(net.named_parameters()), lr=0.02)
