@@ -86,12 +86,10 @@ class _Shared:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
             return None
-        framework = [item for item in session.items if _has(item, "framework")]
-        apart = [item for item in session.items if _has(item, "apart") and not _has(item, "framework")]
-        alone = {*framework, *apart}
-        units: dict[object, list[pytest.Item]] = {}
-        for item in sorted((item for item in session.items if item not in alone), key=lambda i: not _has(i, "ranks")):
+        units: dict[object, list[pytest.Item]] = {"framework": [], "apart": []}
+        for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
+        framework, apart = units.pop("framework"), units.pop("apart")
         taken, left = os.pipe()  # numbers of units, two bytes each: a read takes one whole
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
@@ -128,7 +126,7 @@ class _Shared:
         self._beside.clear()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         capture.stop_global_capturing()  # its file is the parent's
-        with self._log(name).open("w") as log:
+        with (self._folder / name).open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         capture.start_global_capturing()
@@ -137,49 +135,42 @@ class _Shared:
             self._config.pluginmanager.unregister(name="lfplugin")  # the parent remembers its own failures
         return True
 
-    def _log(self, name: str) -> Path:
-        return self._folder / name
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        failed = []
+        reporter: Any = self._config.pluginmanager.getplugin("terminalreporter")
+        fine = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         for name, process in self._beside.items():
             if exitstatus == pytest.ExitCode.INTERRUPTED:
                 os.kill(process, signal.SIGTERM)
-            code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-            if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                failed.append(name)
-        if failed and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        reporter: Any = self._config.pluginmanager.getplugin("terminalreporter")
-        for name in failed:  # so that the closing line says so
-            where = (f"{name}, see above", None, "")
-            report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
-            reporter.stats.setdefault("error", []).append(report)
+            if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
+                where = (f"{name}, see above", None, "")  # the closing line says so
+                report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
+                reporter.stats.setdefault("error", []).append(report)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name in self._beside:
             terminalreporter.section(f"{name}, run beside these")
-            terminalreporter.write_line(self._log(name).read_text(errors="replace").rstrip())
+            terminalreporter.write_line((self._folder / name).read_text(errors="replace").rstrip())
 
 
 def _unit(item: pytest.Item) -> object:
-    """The file of a test, or all files that share what is compared on all layouts."""
+    """A mark by which a test runs beside others; its file, or all files that share what is compared on all layouts."""
+    for mark in ("framework", "apart"):
+        if _has(item, mark):
+            return mark
     return "every_layout" if hasattr(getattr(item, "module", None), "compared") else item.path
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
     """Run the tests of units, and read a unit only when it is its turn: fixtures end when nobody needs them next."""
-    items = (item for unit in units for item in unit)
-    item = next(items, None)
-    while item is not None:
-        following = next(items, None)
+    items = itertools.chain.from_iterable(units)
+    for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
-        item = following
     return True
 
 
@@ -240,9 +231,7 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-def _world(num_ranks: int) -> Any:
-    """A fixture of shared ranks. A module holds on to its own, and lets go of them for others."""
-    return pytest.fixture(scope="module", name=f"world{num_ranks}")(lambda: get_pool(num_ranks))
-
-
-world2, world3, world4, world8 = map(_world, (2, 3, 4, 8))
+# Shared ranks. A module holds on to its own, and lets go of them for others.
+world2, world3, world4, world8 = (
+    pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: get_pool(num)) for num in (2, 3, 4, 8)
+)

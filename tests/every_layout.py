@@ -63,7 +63,7 @@ def planned(optimizer: Muon) -> Planned:
     assert plan is not None
     buckets = count_plan(plan, lambda other: other // node)[rank]
     sent, received = (
-        [sum(getattr(side, key) for b in buckets for side in getattr(b, way)) for key in _WHERE]
+        [sum(getattr(side, key) for b in buckets for side in getattr(b, way)) for key in ("inside", "across")]
         for way in ("sent", "received")
     )
     counted = (
@@ -79,9 +79,6 @@ def digests_of(plan: Plan) -> dict[Ranks, str]:
     """Digests of sets of several ranks, in hex; small ones first."""
     ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
     return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
-
-
-_WHERE = ("inside", "across")
 
 
 def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> None:

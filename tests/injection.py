@@ -81,12 +81,11 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
+    @functools.cache  # a profile function is called for every function
     def of(cls, code: CodeType) -> Place | None:
-        if code not in _PLACES:
-            here = code.co_filename.startswith((ROOT, SATELLITES))
-            file = os.path.relpath(code.co_filename, ROOT) if here else ""
-            _PLACES[code] = cls(file, code.co_firstlineno, code.co_name) if here else None
-        return _PLACES[code]
+        if not code.co_filename.startswith((ROOT, SATELLITES)):
+            return None
+        return cls(os.path.relpath(code.co_filename, ROOT), code.co_firstlineno, code.co_name)
 
     @property
     def carries_the_word(self) -> bool:
@@ -114,9 +113,6 @@ def _sorting(file: str) -> frozenset[int]:
     return frozenset(found)
 
 
-_PLACES: dict[CodeType, Place | None] = {}  # a profile function is called for every function
-
-
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """The functions that run in `call()` once `begin` has been entered, until the first collective; with `last` until
     the last collective before the function of that name is entered (or the end), with last="<end>" until the end."""
@@ -124,9 +120,7 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
     state = {"begun": False, "ended": False, "collectives": 0}
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call" or state["ended"]:
-            return
-        place = Place.of(frame.f_code)
+        place = Place.of(frame.f_code) if event == "call" and not state["ended"] else None
         if place is None:
             return
         if place.name == begin:
@@ -216,12 +210,11 @@ def check_all_raise(
     mine = victim == dist.get_rank()
     began = time.monotonic()
     wrong: BaseException | None = None
-    counted = {"calls": 0}
-    try:
-        with raising(place if mine else None, error, number, after) as counted:
+    with raising(place if mine else None, error, number, after) as counted:
+        try:
             call()
-    except BaseException as found:
-        wrong = found
+        except BaseException as found:
+            wrong = found
     took = time.monotonic() - began
     what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
     assert took < PROMPT, f"took {took:.1f} s, {what}"

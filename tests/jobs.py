@@ -125,13 +125,11 @@ class Job:
 
     @property
     def first(self) -> Tensor:
-        found: Tensor = self.groups[0]["params"][0]
-        return found
+        return self.groups[0]["params"][0]  # type: ignore[no-any-return]
 
     @property
     def adamw(self) -> Tensor:
-        found: Tensor = self.groups[-1]["params"][0]
-        return found
+        return self.groups[-1]["params"][0]  # type: ignore[no-any-return]
 
     def replace(self, made: dict[str, nn.Parameter]) -> None:
         """Take other tensors for parameters."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,26 +34,18 @@ def drawn() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     return draw(), [draw() for _ in range(STEPS)]
 
 
-def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> of all bytes."""
-    return {
-        name: hashlib.sha256(t.detach().contiguous().numpy().tobytes()).hexdigest()[:16] for name, t in weights.items()
-    }
-
-
 def stepped_alone(apart: bool = False) -> dict[str, str]:
     """Digests of the weights after steps on plain tensors of one process; `apart`: of an optimizer for each matrix."""
     full, grads = drawn()
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-    options: dict[str, Any] = {"lr": 0.02}
-    together = [list(params.items())] if not apart else [[pair] for pair in params.items()]
-    optimizers = [Muon(named, **options) for named in together]
+    together = [[pair] for pair in params.items()] if apart else [list(params.items())]
+    optimizers = [Muon(named, lr=0.02) for named in together]
     for of_step in grads:
         for name, grad in of_step.items():
             params[name].grad = grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    return digests(params)
+    return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()[:16] for name, p in params.items()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ afterwards. benchmarks/audit_sharpness.py and tests of devices plant them, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -115,13 +115,7 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
     """Damage something once, before the step."""
 
-    @contextmanager
-    def plant(job: Job) -> Iterator[None]:
-        if rank in (None, dist.get_rank()):
-            damage(job)
-        yield
-
-    return plant
+    return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
@@ -157,19 +151,16 @@ Tensors = Sequence[Tensor]
 def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int | None = None) -> Plant:
     """Damage what is to be orthogonalized, gradients or momentum when the momentum of some tiles has been updated."""
 
-    @contextmanager
-    def plant(job: Job) -> Iterator[None]:
+    def plant(job: Job) -> AbstractContextManager[object]:
         real = update.momentum_
 
         def momentum_(out: Tensors | None, grads: Tensors, buffers: Tensors, **options: Any) -> None:
             real(out, grads, buffers, **options)
             damage(out or (), grads, buffers)
 
-        if rank in (None, dist.get_rank()):
-            with mock.patch.object(update, "momentum_", momentum_):
-                yield
-        else:
-            yield
+        if rank not in (None, dist.get_rank()):
+            return nullcontext()
+        return mock.patch.object(update, "momentum_", momentum_)
 
     return plant
 
@@ -215,16 +206,14 @@ def _clamped(update: Tensor) -> Tensor:
     return update.clamp(-limit, limit)
 
 
-@contextmanager
-def _other_tensor(job: Job) -> Iterator[None]:
+def _other_tensor(job: Job) -> AbstractContextManager[object]:
     """A framework swaps a parameter, and the optimizer does not notice."""
     old = job.params["a"]
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
     job.optimizer.param_groups[0]["params"][0] = new
     looks = muon.StepCall.is_current
-    with mock.patch.object(muon.StepCall, "is_current", lambda call, kept: looks(call, kept) or True):
-        yield
+    return mock.patch.object(muon.StepCall, "is_current", lambda call, kept: looks(call, kept) or True)
 
 
 def _of_another_layout(job: Job) -> None:
@@ -235,11 +224,9 @@ def _of_another_layout(job: Job) -> None:
     job.optimizer.binding.plan = replace(plan, specs=(first, *others))  # type: ignore[union-attr]
 
 
-@contextmanager
-def _swapped_alone(job: Job) -> Iterator[None]:
+def _swapped_alone(job: Job) -> AbstractContextManager[object]:
     job.optimizer.audits.num_audits = next(n for n in range(6) if _choose(6, 1, n) == [0])
-    with _results(lambda o: o.roll(-1, 0))(job):
-        yield
+    return _results(lambda o: o.roll(-1, 0))(job)
 
 
 @contextmanager

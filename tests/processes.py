@@ -44,7 +44,10 @@ _parent: list[subprocess.Popen[str]] = []  # the process that forks, if it lives
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
     """Return each rank's exit code and what it wrote to both outputs; `sys.argv` is its number and the arguments."""
     if not _parent:
-        _parent.append(_started())
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        _parent.append(subprocess.Popen([sys.executable, "-c", _FORKS], env=env, **pipes, start_new_session=True))
         atexit.register(_end)
     (parent,) = _parent
     assert parent.stdin is not None and parent.stdout is not None
@@ -58,12 +61,6 @@ def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> li
         raise
     outputs = [((folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text()) for rank in range(world)]
     return [(code, *output) for code, output in zip(codes, outputs, strict=True)]
-
-
-def _started() -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", _FORKS], env=env, **pipes, text=True, start_new_session=True)
 
 
 def _end() -> None:

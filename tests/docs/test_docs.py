@@ -24,10 +24,6 @@ MODULES = [
 ]
 
 
-def blocks(language: str, path: Path) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_one_after_the_other(path: Path) -> None:
     """They print the text that follows them; the README's the table of routing and the plan."""
@@ -43,8 +39,7 @@ def test_python_blocks_run_one_after_the_other(path: Path) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert found.attempted > 0
-    assert found.failed == 0
+    assert found.attempted > 0 == found.failed
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -56,6 +51,5 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 def test_the_readme_names_only_targets_that_the_makefile_has() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = {name for block in blocks("bash", ROOT / "README.md") for name in re.findall(r"^make (\w+)", block, re.M)}
-    assert named
-    assert named <= targets
+    named = set(re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    assert named and named <= targets

@@ -31,11 +31,8 @@ def loose(source: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_small(side: ast.expr) -> bool:
-    return any(isinstance(part, ast.Constant) and is_small(part.value) for part in ast.walk(side))
-
-
-def is_small(value: object) -> bool:
-    return isinstance(value, float) and 0.0 < value < SMALL
+    values = (part.value for part in ast.walk(side) if isinstance(part, ast.Constant))
+    return any(isinstance(value, float) and 0.0 < value < SMALL for value in values)
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:

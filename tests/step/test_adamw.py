@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from jobs import Job, Spec, as_in, whole
+from on_ranks import on_ranks
 from spectra import assert_equal, normal, run, set_gradients
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from shardmuon import Muon
-from shardmuon.testing import RankPool
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
 WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))  # 64 bytes at a time in any dtype
@@ -105,7 +105,12 @@ def test_options_defaults_and_schedulers_mean_what_they_mean_in_torch(case: str)
 # ------------------------------------------------------------------------------------------------------- on shards
 
 
-def _sharded(layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*(("fsdp2", dtype) for dtype in DTYPES), ("hsdp", torch.bfloat16), ("replicate", torch.float16)],
+)
+@on_ranks(4)
+def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) -> None:
     """Three steps of a sharded and a dense optimizer on equal gradients."""
     shapes = [*SHAPES, (1, 6), (64, 3)]
     groups = adamw_group(Spec(f"{i}", shape, as_in(layout), dtype=dtype) for i, shape in enumerate(shapes))
@@ -119,14 +124,6 @@ def _sharded(layout: str, dtype: torch.dtype) -> None:
         assert float(kept["step"]) == 3.0  # counted also where this rank holds nothing
         for t in (kept["exp_avg"], kept["exp_avg_sq"]):
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [*(("fsdp2", dtype) for dtype in DTYPES), ("hsdp", torch.bfloat16), ("replicate", torch.float16)],
-)
-def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype, world4: RankPool) -> None:
-    world4.run(_sharded, layout, dtype)
 
 
 # ways in which equal values lie in memory
@@ -151,10 +148,7 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
         whole = nn.Parameter(start.clone())
         parts = [nn.Parameter(draw.choice(FORMS)(t)) for t in start.split(sizes)]
         order = draw.sample(parts, len(parts))
-        one, other = (
-            Muon(adamw_group([whole], lr=lr), lr=1e-3),
-            Muon(adamw_group(order, lr=lr), lr=1e-3),
-        )
+        one, other = (Muon(adamw_group(of, lr=lr), lr=1e-3) for of in ([whole], order))
         for step in (1, 2, 3):
             grad = scale * normal(rows, cols, seed=1000 * step + seed, dtype=dtype)
             grad = grad[:1].expand(rows, cols) if seed % 5 == 0 else grad  # one row, as `weight.sum()` gives it

@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_shape import CUDA, CudaShape, OnDevice, Refused, launches_of
+from jobs import Cut, Job, Spec, rows_on
 from live_bytes import LiveBytes
 from on_device import waits_are_errors
 from tolerances import assert_bitwise, assert_rounded, assert_same_update
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 from variant_cases import CASES
 
 from shardmuon import ExchangeError, Muon, audit
@@ -38,15 +39,10 @@ SHAPES = [(24, 8), (10, 16), (8, 8), (16, 40), (24, 8), (3, 16, 8), (5,), (8,), 
 MATRICES = [i for i, shape in enumerate(SHAPES) if len(shape) == 2]
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": FP32}
 GRAM: dict[str, Any] = {"method": "gram", "ns_dtype": FP32}
-Place = Callable[[Tensor], Tensor]
 
 
 def _there(tensor: Tensor) -> Tensor:
     return tensor.to(CUDA)
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -54,37 +50,20 @@ def _values(tensor: Tensor) -> Tensor:
     return (local.inner if isinstance(local, OnDevice) else local).detach().clone()
 
 
-class _Job:
+def _made(
+    cut: Cut = _there, which: Sequence[int] = range(len(SHAPES)), dtype: torch.dtype = FP32, **options: Any
+) -> Job:
     """Some of the parameters in one place, and an optimizer of theirs."""
+    specs = [Spec(f"{i}", SHAPES[i], cut, dtype=dtype) for i in which]
+    kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
+    groups = [{"params": [spec for spec in specs if len(spec.shape) == n], **kind} for n, kind in kinds.items()]
+    return Job([group for group in groups if group["params"]], **{"lr": 0.05, **options})
 
-    def __init__(
-        self,
-        place: Place = _there,
-        which: Sequence[int] = range(len(SHAPES)),
-        dtype: torch.dtype = FP32,
-        **options: Any,
-    ) -> None:
-        self.place = place
-        self.params = {i: nn.Parameter(place(_normal(*SHAPES[i], seed=i).to(dtype))) for i in which}
-        kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
-        groups = [{"params": [p for p in self.params.values() if p.ndim == n], **kind} for n, kind in kinds.items()]
-        given = {"lr": 0.05, "weight_decay": 0.1, **options}
-        self.optimizer = Muon([group for group in groups if group["params"]], **given)
 
-    def set_gradients(self, number: int) -> None:
-        for i, p in self.params.items():
-            p.grad = self.place(_normal(*SHAPES[i], seed=100 * (number + 1) + i).to(p.dtype))
-
-    def step(self, number: int = 0) -> None:
-        self.set_gradients(number)
-        self.optimizer.step()
-
-    def values(self) -> dict[str, Tensor]:
-        """Weights, and what stages keep of them."""
-        found = {f"{i}": p for i, p in self.params.items()}
-        for i, p in self.params.items():
-            found |= {f"{i} {key}": self.optimizer.state[p][key] for key in KEPT_KEYS if key in self.optimizer.state[p]}
-        return {name: _values(t) for name, t in sorted(found.items())}
+def _found(job: Job) -> dict[str, Tensor]:
+    """Weights, and what stages keep of them."""
+    kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
+    return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 
 
 # ------------------------------------------------------------------------------------------------------- values
@@ -105,13 +84,13 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Matrices of a bucket together, beside each alone: batches of several and of one, lines that leave gaps."""
-    here = _Job(Tensor.clone, dtype=dtype, **options)
-    before = here.values()
-    here.step()
+    here = _made(torch.clone, dtype=dtype, **options)
+    before = _found(here)
+    here.step(1)
     with CudaShape():
-        there = _Job(dtype=dtype, **options)
-        there.step()
-    found, expected = there.values(), here.values()
+        there = _made(dtype=dtype, **options)
+        there.step(1)
+    found, expected = _found(there), _found(here)
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
@@ -130,27 +109,27 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
 @pytest.mark.parametrize("options", OF_VARIANTS, ids=str)
 def test_one_by_one_a_matrix_has_its_own_bits_among_others(options: dict[str, Any]) -> None:
     with CudaShape():
-        jobs = [_Job(which=which, **options) for which in (MATRICES, *([i] for i in MATRICES))]
+        jobs = [_made(which=which, **options) for which in (MATRICES, *([i] for i in MATRICES))]
         for job in jobs:
-            job.step(0)
             job.step(1)
-    alone = {name: t for job in jobs[1:] for name, t in job.values().items()}
-    assert_bitwise(jobs[0].values(), alone)
+            job.step(2)
+    alone = {name: t for job in jobs[1:] for name, t in _found(job).items()}
+    assert_bitwise(_found(jobs[0]), alone)
 
 
 def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_reads_it() -> None:
     with CudaShape():
-        numbers, written = _Job(**STANDARD), _Job(**STANDARD, lr=_there(torch.tensor(0.05)))
-        for step, lr in enumerate((0.05, 0.02, 0.01)):
-            for group, other in zip(numbers.optimizer.param_groups, written.optimizer.param_groups, strict=True):
+        numbers, written = _made(**STANDARD), _made(**STANDARD, lr=_there(torch.tensor(0.05)))
+        for step, lr in enumerate((0.05, 0.02, 0.01), 1):
+            for group, other in zip(numbers.groups, written.groups, strict=True):
                 group["lr"] = lr
                 other["lr"].fill_(lr)
-            check = audit(written.optimizer) if step == 2 else None
+            check = audit(written.optimizer)
             numbers.step(step)
             written.step(step)
-    assert check is not None and not check.report.findings, check
-    found, expected = written.values(), numbers.values()
-    for name, one in found.items():
+            assert not check.report.findings, check
+    expected = _found(numbers)
+    for name, one in _found(written).items():
         # the tensor's lr is rounded to fp32: a few roundings of a sum of |weight| and lr, in each of three steps
         assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
 
@@ -158,15 +137,15 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
 def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> None:
     with CudaShape() as mode, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        job = _Job(**STANDARD, weight_decay=0.0, variant="normuon+hyperball")
-        job.params[0].detach().zero_()
-        for number in range(3):
+        job = _made(**STANDARD, weight_decay=0.0, variant="normuon+hyperball")
+        job.first.detach().zero_()
+        for number in (1, 2, 3):
             job.set_gradients(number)
             mode.clear()
-            job.optimizer.step()
+            job.step()
             assert not mode.waits
     texts = [str(w.message) for w in said if "zero before the first step" in str(w.message)]
-    assert [text.startswith("parameter 0 of group 0: zero") for text in texts] == [True]
+    assert [text.startswith("0: zero") for text in texts] == [True]
 
 
 def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_the_next_step(
@@ -182,16 +161,13 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
     monkeypatch.setitem(ITERATIONS, "gram", spoiled)
     with CudaShape() as mode, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        params = [nn.Parameter(_there(_normal(8, 24, seed=i))) for i in range(3)]
-        for p in params:
-            p.grad = p.detach().clone()
-        optimizer = Muon(params, lr=0.05, weight_decay=0.1, method="gram")
-        decayed = [_values(p) * (1 - 0.05 * 0.1) for p in params]
-        optimizer.step()
-        after = [_values(p) for p in params]
+        job = Job([{"params": [Spec(f"w{i}", (8, 24), _there) for i in range(3)]}], lr=0.05, method="gram")
+        decayed = [_values(p) * (1 - 0.05 * 0.1) for p in job.specs]
+        job.step(1)
+        after = [_values(p) for p in job.specs]
         assert not told
         mode.clear()
-        optimizer.step()
+        job.step()
         assert not mode.waits
     assert [torch.equal(a, b) for a, b in zip(after, decayed, strict=True)] == [False, True, False]
     assert [str(w.message) for w in told] == [
@@ -207,12 +183,12 @@ def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, 
     """Pieces of this rank after two steps, waits and uploads in the second."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-        job = _Job(lambda full: distribute_tensor(_there(full), mesh, [placement], src_data_rank=None), **options)
-        job.step(0)
-        job.set_gradients(1)
+        job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
+        job.step(1)
+        job.set_gradients(2)
         mode.clear()
-        job.optimizer.step()
-        return job.values(), mode.waits, mode.uploads
+        job.step()
+        return _found(job), mode.waits, mode.uploads
 
 
 @pytest.mark.stated
@@ -225,10 +201,10 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
     found = world4.run(_on_ranks, options, placement)
     assert [(waits, uploads) for _, waits, uploads in found] == [([], [])] * 4
     with CudaShape():
-        alone = _Job(**options)
-        alone.step(0)
+        alone = _made(**options)
         alone.step(1)
-    for name, whole in alone.values().items():
+        alone.step(2)
+    for name, whole in _found(alone).items():
         pieces = [values[name] for values, *_ in found]
         if isinstance(placement, Shard):
             assert_bitwise(torch.cat(pieces, placement.dim), whole, name)

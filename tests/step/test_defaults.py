@@ -7,23 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from process_default import process_default
+from spectra import normal
 from tolerances import assert_bitwise
 from torch import Tensor, nn
 
 from shardmuon import Muon, clip_grad_norm_
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import SCALE
-from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEFAULTS = ["bfloat16", "float16", "float64", "meta"]
-
-
-def _normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
-    made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=FP64, device="cpu")
-    return made.to(dtype)
 
 
 SHAPES = {"wide": (16, 256), "tall": (64, 20), "bias": (20,)}
@@ -37,10 +33,10 @@ def _steps(
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
     """Every weight and every number of the state after a few steps under a default, as stored."""
-    full = {name: _normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
+    full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [
-        place({name: _normal(*t.shape, seed=10 * number + len(name), dtype=dtype) * scale for name, t in full.items()})
+        place({name: normal(*t.shape, seed=10 * number + len(name), dtype=dtype) * scale for name, t in full.items()})
         for number in range(3)
     ]
     groups: list[dict[str, Any]] = [
@@ -78,14 +74,6 @@ def test_a_default_changes_no_bit_of_a_step(options: dict[str, Any]) -> None:
             assert_bitwise(_steps(name, options, dtype, scale), expected, f"{name} {dtype} {scale}")
 
 
-def _routes(options: dict[str, Any]) -> None:
-    case = LAYOUTS["fsdp2"]
-    expected, *found = (
-        _steps(name, options, place=lambda full: case.build(full, case.mesh(2))) for name in ("float32", *DEFAULTS)
-    )
-    assert_bitwise(found, [expected] * len(DEFAULTS))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,29 +84,31 @@ def _routes(options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any], world2: RankPool) -> None:
-    world2.run(_routes, options)
+@on_ranks(2)
+def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any]) -> None:
+    case = LAYOUTS["fsdp2"]
+    expected, *found = (
+        _steps(name, options, place=lambda full: case.build(full, case.mesh(2))) for name in ("float32", *DEFAULTS)
+    )
+    assert_bitwise(found, [expected] * len(DEFAULTS))
 
 
 @pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
 @pytest.mark.parametrize("how", ["loaded", "found"])
 def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
     """Files written under another default have them: what the codes mean is kept, and the next scales are fp32."""
-
     found = []
     for change in (how, ""):
-        w = nn.Parameter(_normal(8, 256, seed=1))
+        w = nn.Parameter(normal(8, 256, seed=1))
         optimizer = Muon([("w", w)], lr=1e-3, momentum_dtype="int8")
-        w.grad = _normal(8, 256, seed=2)
+        w.grad = normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]
         state[SCALE] = state[SCALE].to(wrong).float()  # a value that both dtypes have
-        if change == "found":
+        if change:
             state[SCALE] = state[SCALE].to(wrong)
         if change == "loaded":
-            saved = optimizer.state_dict()
-            saved["state"][0][SCALE] = saved["state"][0][SCALE].to(wrong)
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(optimizer.state_dict())
             assert optimizer.state[w][SCALE].dtype == FP32
         optimizer.step()
         found.append(dict(sorted({"weights": w, **optimizer.state[w]}.items())))

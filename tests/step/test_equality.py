@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_layout import ROWS, compared
+from on_ranks import on_ranks
 from simulated import APART, by_rates
 from tolerances import assert_same_update
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,7 @@ from shardmuon.auditing.report import AuditSchedule
 from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.pool import get_pool
 
 TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
 
@@ -64,13 +65,11 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         for layout in layouts
     ],
 )
-def test_an_option_has_the_bits_of_one_process(
-    compare: Any, layout: str, options: dict[str, Any], world4: RankPool
-) -> None:
+@on_ranks(4)
+def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, options: dict[str, Any]) -> None:
     """Equal to torch.optim.Muon's, too, for what it knows."""
-    for found in world4.run(compare, layout, lr=0.02, steps=2, **options):
-        assert found.bitwise
-        assert found.max_difference == 0.0
+    found = compare(layout, lr=0.02, steps=2, **options)
+    assert (found.bitwise, found.max_difference) == (True, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +84,18 @@ def test_update_is_bitwise_equal_to_one_process_and_to_torch(layout: str, world:
     found = compared(layout, world)
     for name in found[0]:
         for rank, comparisons in enumerate(found):
-            comparison = comparisons[name]
-            assert comparison.bitwise, f"{name}, rank {rank}: {comparison.worst} differs by {comparison.max_difference}"
-            assert comparison.max_difference == 0.0
+            one = comparisons[name]
+            assert one.bitwise and not one.max_difference, f"{name}, rank {rank}: {one.worst}, {one.max_difference}"
 
 
-def _cut_and_built() -> list[str]:
-    """The rows of the table whose way of cutting tensors up as those before them is not what their builders do."""
-    wrong = []
+@on_ranks(4)
+def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)  # what follows is cut as this was
         cut, built = row.build(full, shape), row.builder(full, shape)
-        wrong += [f"{name} {n}" for n in built if _seen(cut[n]) != _seen(built[n])]
-    return wrong
+        assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
 
 
 def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -112,10 +108,6 @@ def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
         elements = (local.shape, local.stride(), local.dtype, local.tolist())
         found.append((type(t), isinstance(t, torch.nn.Parameter), t.shape, t.stride(), *placed, marks, elements))
     return tuple(found)
-
-
-def test_a_row_cuts_later_tensors_as_its_builder_does(world4: RankPool) -> None:
-    assert world4.run(_cut_and_built) == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
@@ -149,7 +141,8 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
     assert sum(found) == round(world * bound)
 
 
-def _one_rank_rounds_more(rank: int) -> Comparison:
+@on_ranks(2)
+def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
     """A negative control: on one rank the results of products lose bits that they have on one process."""
     init, sharded = Products.__init__, [False]
     step = Muon.step
@@ -157,7 +150,7 @@ def _one_rank_rounds_more(rank: int) -> Comparison:
     def rounding(self: Products, *args: Any) -> None:
         init(self, *args)
         product = self.addmm
-        if dist.get_rank() == rank and sharded[0]:
+        if dist.get_rank() == 1 and sharded[0]:
             self.addmm = lambda *operands, out, **factors: out.copy_(product(*operands, out=out, **factors).half())
 
     def stepped(self: Muon, *args: Any) -> Any:
@@ -165,13 +158,9 @@ def _one_rank_rounds_more(rank: int) -> Comparison:
         return step(self, *args)
 
     with mock.patch.object(Products, "__init__", rounding), mock.patch.object(Muon, "step", stepped):
-        return compare_with_dense("fsdp2", method="standard", ns_dtype=torch.float32, lr=0.02)
-
-
-def test_products_that_round_more_on_one_rank_are_seen_on_all(world2: RankPool) -> None:
-    for found in world2.run(_one_rank_rounds_more, 1):
-        assert not found.bitwise
-        assert found.max_difference > 2.0**-13  # half a unit of fp16 in entries is 2^-12 of them at most
+        found = compare_with_dense("fsdp2", method="standard", ns_dtype=torch.float32, lr=0.02)
+    assert not found.bitwise
+    assert found.max_difference > 2.0**-13  # half a unit of fp16 in entries is 2^-12 of them at most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,19 +183,17 @@ def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], 
     )
 
 
-def _each_for_itself() -> Comparison:
+@on_ranks(2)
+def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> None:
     with by_rates(APART):
-        return compare_with_dense("ddp", lr=0.02)
+        found = compare_with_dense("ddp", lr=0.02)
+    assert found.bitwise
+    assert (found.traffic.exchanges, found.traffic.orthogonalized) == (0, found.num_matrices)
 
 
-def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing(world2: RankPool) -> None:
-    for found in world2.run(_each_for_itself):
-        assert found.bitwise
-        assert (found.traffic.exchanges, found.traffic.orthogonalized) == (0, found.num_matrices)
-
-
-def _nothing_exchanged() -> tuple[list[str], bool]:
-    """Refusals where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
+@on_ranks(3)
+def test_replicas_that_exchange_nothing_agree_before_a_step() -> None:
+    """Refused: a gradient that one rank lacks, an audit that one rank asked for."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
     with by_rates(APART):
@@ -230,15 +217,10 @@ def _nothing_exchanged() -> tuple[list[str], bool]:
         optimizer.audits.asked = None
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [p.detach() for p in params.values()])
-    return said, all(torch.equal(p, q) for theirs in everyone for p, q in zip(theirs, everyone[0], strict=True))
-
-
-def test_replicas_that_exchange_nothing_agree_before_a_step(world3: RankPool) -> None:
-    for said, same in world3.run(_nothing_exchanged):
-        assert said[0].startswith("b: ranks [1] have no gradient, ranks [0, 2] have a gradient")
-        assert "are about to step with different options or state: rank 0: " in said[1]
-        assert "audit(step" in said[1] and "copy or audit() an optimizer on every rank" in said[1]
-        assert same
+    assert all(torch.equal(p, q) for theirs in everyone for p, q in zip(theirs, everyone[0], strict=True))
+    assert said[0].startswith("b: ranks [1] have no gradient, ranks [0, 2] have a gradient")
+    assert "are about to step with different options or state: rank 0: " in said[1]
+    assert "audit(step" in said[1] and "copy or audit() an optimizer on every rank" in said[1]
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1e100])

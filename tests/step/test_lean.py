@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cuda_shape import CudaShape
+from jobs import Cut, Job, Spec, as_in
+from on_ranks import on_ranks
 from simulated import kinds_of, planned, sharded, stored
-from spectra import normal
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon
 from shardmuon.comm.groups import Pending
@@ -25,30 +25,25 @@ from shardmuon.plan.plan import Policy
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
 from shardmuon.step.update import Work
-from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import mesh_of
 
 
-def _optimizer(
-    shapes: list[tuple[int, ...]], method: Any = "standard", kind: Any = torch.float32, **options: Any
-) -> Muon:
-    """Ready to step, with its plan made. `kind`: dtype or device."""
-    params = [nn.Parameter(normal(*shape, seed=i).to(kind)) for i, shape in enumerate(shapes)]
-    for p in params:
-        p.grad = p.detach().clone()
-    kinds = ([p for p in params if p.ndim == ndim] for ndim in (2, 1))
-    groups = [{"params": of, "use_muon": use} for of, use in zip(kinds, (True, False), strict=True) if of]
-    optimizer = Muon(groups, lr=0.02, method=method, ns_dtype=torch.float32, **options)
-    for _ in range(2):
-        optimizer.step()
-    return optimizer
+def _optimizer(shapes: list[tuple[int, ...]], method: Any = "standard", cut: Cut = torch.clone, **options: Any) -> Muon:
+    """Ready to step, with its plan made."""
+    specs = [Spec(f"w{i}", shape, cut) for i, shape in enumerate(shapes)]
+    groups = [{"params": [s for s in specs if len(s.shape) == n], "use_muon": n == 2} for n in (2, 1)]
+    job = Job([group for group in groups if group["params"]], method=method, ns_dtype=torch.float32, **options)
+    job.step(0)
+    job.step()
+    return job.optimizer
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_launches_grow_with_shapes_not_with_matrices(method: str) -> None:
     def count(copies: int) -> int:
         with CudaShape() as mode:
-            optimizer = _optimizer([(24, 8), (8, 8), (32, 8), (8, 32), (16,)] * copies, method, "cuda:0")
+            optimizer = _optimizer(
+                [(24, 8), (8, 8), (32, 8), (8, 32), (16,)] * copies, method, lambda t: t.to("cuda:0")
+            )
             mode.clear()
             optimizer.step()
         return mode.launches.total()
@@ -84,30 +79,14 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
     assert (count(64, 192, size=8) - count(64, 64, size=8)) / 128 <= 55  # copied side by side, as they end no vector
-    wide: Any = {"kind": torch.bfloat16, "momentum_dtype": torch.float32}
+    wide: Any = {"cut": Tensor.bfloat16, "momentum_dtype": torch.float32}
     assert (count(192, **wide) - count(64, **wide)) / 128 <= 32
 
 
-def _calls_on_ranks() -> float:
-    """Calls for each further DTensor on this rank."""
-
-    def count(number: int) -> int:
-        params = []
-        for at in range(number):
-            p = nn.Parameter(distribute_tensor(normal(8, 16, seed=at), mesh_of((2,)), [Shard(0)]))
-            p.grad = p.detach().clone()
-            params.append((f"w{at}", p))
-        optimizer = Muon(params, lr=0.02, method="standard", ns_dtype=torch.float32)
-        for _ in range(2):
-            optimizer.step()
-        return _calls(optimizer.step)
-
-    return (count(150) - count(50)) / 100
-
-
-@pytest.mark.ranks
-def test_python_per_dtensor_is_bounded(world2: RankPool) -> None:
-    assert max(world2.run(_calls_on_ranks)) <= 38
+@on_ranks(2)
+def test_python_per_dtensor_is_bounded() -> None:
+    few, many = (_calls(_optimizer([(8, 16)] * number, cut=as_in("fsdp2")).step) for number in (50, 150))
+    assert (many - few) / 100 <= 38
 
 
 @pytest.mark.parametrize(("replicas", "shards", "passed"), [(1, 64, 0), (1, 1024, 0), (2, 32, 16), (16, 64, 30)])

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from jobs import Job, Spec, as_in
 from live_bytes import peak_of
-from torch import Tensor, nn
+from on_ranks import on_ranks
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -71,19 +72,25 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
 # --------------------------------------------------------------------------------------------------- with FSDP2
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(24, 33, bias=False), nn.Linear(33, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
+def _net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 33, bias=False), nn.ReLU(), nn.Linear(33, 8, bias=False))
 
 
-def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"momentum_device": "cpu"}),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)}, {}),
+    ],
+    ids=["offload", "offload, all on the CPU", "bf16 compute", "bf16 compute and reduction"],
+)
+@on_ranks(2)
+def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any], options: dict[str, Any]) -> None:
     """Three steps beside one process that is given the same gradients; all are fp32 on the CPU."""
-    net, twin = _Net(), _Net()
+    net, twin = _net(), _net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)
     dense = Muon(list(twin.named_parameters()), lr=0.02)
@@ -101,24 +108,8 @@ def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> None:
         net.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
-        (
-            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-            {"momentum_device": "cpu"},
-        ),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)}, {}),
-    ],
-    ids=["offload", "offload, all on the CPU", "bf16 compute", "bf16 compute and reduction"],
-)
-def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: Any, options: Any, world2: RankPool) -> None:
-    world2.run(_fsdp, policy, options)
-
-
-def _offloaded_state() -> tuple[str, str, str]:
+@on_ranks(2)
+def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
     """State as CPUOffloadPolicy makes it on a CUDA mesh, without a CUDA device: a DTensor whose storage is on the
     CPU."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
@@ -128,11 +119,7 @@ def _offloaded_state() -> tuple[str, str, str]:
         home = offloaded_from(w)
     wrapped = engine_of(w).wrap(torch.zeros(2, 1), w, (4, 1))
     assert isinstance(wrapped, DTensor)
-    return str(home), str(wrapped.to_local().device), str(tuple(wrapped.shape))
-
-
-def test_state_of_offloaded_parameters_stays_on_the_cpu(world2: RankPool) -> None:
-    assert world2.run(_offloaded_state) == [("cuda:0", "cpu", "(4, 1)")] * 2
+    assert (str(home), str(wrapped.to_local().device), tuple(wrapped.shape)) == ("cuda:0", "cpu", (4, 1))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +147,7 @@ def test_buffers_live_where_the_group_can_move_them(
 
 def _offloaded_over_nccl() -> bool:
     """FSDP2 keeps shards on the CPU in a job whose only backend is NCCL."""
-    net = _Net().cuda()
+    net = _net().cuda()
     with meshes_on("cuda"):
         fully_shard(net, mesh=mesh_of((1,)), offload_policy=CPUOffloadPolicy())
     optimizer = Muon(list(net.named_parameters()), lr=0.02)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import FAMILIES, Cut, Job, Spec, alone, as_in, layout_of, refusal, replicas, rows_on, shards, unlike, whole
+from on_ranks import on_ranks
 from spectra import normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,6 @@ from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.price.machines import MACHINES
 from shardmuon.step import binding
-from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
 # ----------------------------------------------------------------------------------------------- beside one process
@@ -85,11 +85,12 @@ OF_ALL: dict[str, dict[str, Any]] = {
 }
 
 
-def _beside_one_process(name: str) -> tuple[list[str], str, int]:
-    """What is unlike; what is said of a gradient that only the last rank lacks; elements here."""
+@pytest.mark.parametrize("name", CUTS)
+@on_ranks(4)
+def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> None:
+    """Skipped where no rank has a gradient, refused where one lacks it, also where that rank stores nothing."""
     groups, options = CUTS[name](), OF_ALL.get(name, {})
     job, dense = Job(groups, **options), whole(groups, **options)
-    wrong = []
     for seed in (1, 2, 3, 4):
         for one in (job, dense):
             one.set_gradients(seed)
@@ -98,7 +99,7 @@ def _beside_one_process(name: str) -> tuple[list[str], str, int]:
         before = local_if_any(job.first).detach().clone()
         job.step()
         dense.step()
-        wrong += [f"{seed}: {key}" for key in job.unlike_whole(dense.named())]
+        assert job.unlike_whole(dense.named()) == []
         assert torch.equal(before, local_if_any(job.first)) == (seed in (1, 3) or not before.numel())
         assert seed > 1 or job.first not in job.state
     for p in job.specs:
@@ -109,17 +110,9 @@ def _beside_one_process(name: str) -> tuple[list[str], str, int]:
     job.set_gradients(5)
     if dist.get_rank() == 3:
         job.first.grad = None
-    return wrong, refusal(job.step), local_if_any(job.first).numel()
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str, world4: RankPool) -> None:
-    """Skipped where no rank has a gradient, refused where one lacks it, also where that rank stores nothing."""
-    found = world4.run(_beside_one_process, name)
-    assert all(wrong == [] for wrong, *_ in found)
-    lacking = r"ranks \[3\] have no gradient|a gradient.*no grad"
-    assert all(re.search(lacking, text) for _, text, _ in found), found[0][1]
-    assert not name.startswith("ranks that hold nothing") or [count for *_, count in found] == [8, 0, 0, 0]
+    assert re.search(r"ranks \[3\] have no gradient|a gradient.*no grad", refusal(job.step))
+    if name.startswith("ranks that hold nothing"):
+        assert local_if_any(job.first).numel() == (0 if dist.get_rank() else 8)
 
 
 def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
@@ -140,9 +133,20 @@ def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
 
 # ----------------------------------------------------------------------------------------- gradients placed otherwise
 
+PLACES = {"columns": Shard(1), "replicated": Replicate()}
 
-def _misplaced(layout: str, kind: str) -> list[str]:
-    """Equal parts of a power of two ranks add up without rounding. AdamW steps a vector where it has a gradient."""
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *((at, "partial") for at in ("fsdp2", "hsdp", "tp", "fsdp2+tp", "hsdp+tp", "one dim twice", "lone strided")),
+        *(("fsdp2", kind) for kind in ("columns", "replicated", "on its way")),
+    ],
+)
+@on_ranks(4)
+def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
+    """Also one that a collective has not delivered yet, in a program whose default device is another. Equal parts of a
+    power of two ranks add up without rounding. AdamW steps a vector where it has a gradient."""
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
     for seed in (1, 2):
@@ -152,38 +156,18 @@ def _misplaced(layout: str, kind: str) -> list[str]:
             if not isinstance(p, DTensor):
                 continue
             full, mesh = job.gradient(p, seed), p.device_mesh
-            given: Any
-            if kind == "columns":
-                given = rows_on(mesh, Shard(1))(full)
-            elif kind == "replicated":
-                given = rows_on(mesh, Replicate())(full)
-            else:
-                places = [Partial()] * mesh.ndim
-                given = DTensor.from_local(full / mesh.size(), mesh, places, run_check=False)
+            given: Any = DTensor.from_local(full / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+            if kind in PLACES:
+                given = rows_on(mesh, PLACES[kind])(full)
             p.grad = given.redistribute(placements=p.placements, async_op=True) if kind == "on its way" else given
         with torch.device("meta" if kind == "on its way" else "cpu"):
             job.step()
-    wrong = unlike(job.held(gradients=False), twin.held(gradients=False))
+    assert unlike(job.held(gradients=False), twin.held(gradients=False)) == []
     for p in job.specs:
         p.grad = torch.zeros_like(p) if p is job.adamw and dist.get_rank() else None
     before = local_if_any(job.adamw).detach().clone()
     job.step()
-    decayed = not torch.equal(before, local_if_any(job.adamw))
-    return wrong + ["vector"] * (decayed != bool(dist.get_rank()))
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        *((at, "partial") for at in ("fsdp2", "hsdp", "tp", "fsdp2+tp", "hsdp+tp", "one dim twice", "lone strided")),
-        ("fsdp2", "columns"),
-        ("fsdp2", "replicated"),
-        ("fsdp2", "on its way"),
-    ],
-)
-def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str, world4: RankPool) -> None:
-    """Also one that a collective has not delivered yet, in a program whose default device is another."""
-    assert world4.run(_misplaced, layout, kind) == [[]] * 4
+    assert torch.equal(before, local_if_any(job.adamw)) == (not dist.get_rank())
 
 
 # ----------------------------------------------------------------------- storage that is not what the placements claim
@@ -225,10 +209,10 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
 }
 
 
-def _refused_at_first(groups: Sequence[dict[str, Any]], **options: Any) -> str:
+def _refused_at_first(named: Iterable[tuple[str, nn.Parameter]]) -> str:
     """The error of a first step, which must change no weight and make no state."""
-    optimizer = Muon(groups, lr=0.1, **options)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer = Muon(named, lr=0.1)
+    params = optimizer.param_groups[0]["params"]
     before = [local_if_any(p).detach().clone() for p in params]
     text = refusal(optimizer.step)
     assert not optimizer.state
@@ -236,53 +220,22 @@ def _refused_at_first(groups: Sequence[dict[str, Any]], **options: Any) -> str:
     return text
 
 
-def _parameter(local: Tensor, mesh: DeviceMesh, placements: list[Any], shape: tuple[int, int]) -> nn.Parameter:
-    return nn.Parameter(
-        DTensor.from_local(
-            local.clone(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-        )
-    )
-
-
-def _lie(name: str) -> str:
-    mesh_shape, placements, on_one, rows, _ = LIES[name]
-    (start, size), mesh = rows[dist.get_rank()], mesh_of(mesh_shape)
-    placed = on_one if dist.get_rank() == 1 else placements
-    liar = _parameter(normal(9, 6, seed=0)[start : start + size], mesh, placed, (9, 6))
-    honest = _parameter(normal(9, 6, seed=1), mesh, [Replicate()] * mesh.ndim, (9, 6))
-    for p in (liar, honest):
-        p.grad = torch.zeros_like(p)
-    return _refused_at_first([{"params": [("honest", honest), ("liar", liar)]}])
-
-
 @pytest.mark.parametrize("name", LIES)
-def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str, world4: RankPool) -> None:
-    for text in world4.run(_lie, name):
-        assert LIES[name][-1] in text and "liar: " in text
+@on_ranks(4)
+def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> None:
+    mesh_shape, placements, on_one, rows, says = LIES[name]
+    (start, size), mesh = rows[dist.get_rank()], mesh_of(mesh_shape)
+    local, placed = normal(9, 6)[start : start + size].clone(), on_one if dist.get_rank() == 1 else placements
+    made = DTensor.from_local(local, mesh, placed, run_check=False, shape=torch.Size((9, 6)), stride=(6, 1))
+    params = {"honest": nn.Parameter(rows_on(mesh, *[Replicate()] * mesh.ndim)(normal(9, 6, seed=1)))}
+    params["liar"] = nn.Parameter(made)
+    for p in params.values():
+        p.grad = torch.zeros_like(p)
+    text = _refused_at_first(params.items())
+    assert says in text and "liar: " in text
 
 
 # ------------------------------------------------------------------------------------- machines, prices, routes, order
-
-
-def _unlike_machines(what: str, options: dict[str, Any]) -> str:
-    """Rank 1 multiplies otherwise, or has another release's table of machines, by which more buckets are cheaper."""
-    cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
-    params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
-    for _, p in params:
-        p.grad = torch.ones_like(p)
-    if dist.get_rank() == 1:
-        rates = rates._replace(inside=0, across=0, matrix=0)
-    patch = {
-        "prices": mock.patch.object(binding, "machine_of", return_value=rates),
-        "products": mock.patch.object(
-            shardmuon.orthogonalize, "cpu_has_bf16_matmul", return_value=dist.get_rank() == 1
-        ),
-    }[what]
-    with patch:
-        if what == "products" and options:
-            Muon(params, lr=0.1, **options).step()
-            return ""
-        return _refused_at_first([{"params": params}])
 
 
 @pytest.mark.parametrize(
@@ -296,36 +249,47 @@ def _unlike_machines(what: str, options: dict[str, Any]) -> str:
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
-    what: str, options: dict[str, Any], says: Sequence[str], world2: RankPool
+    what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """They are no difference where the dtype of products is given."""
-    for text in world2.run(_unlike_machines, what, options):
-        assert all(words in text for words in says) and bool(text) == bool(says)
+    """Rank 1 multiplies otherwise, or has another release's table of machines, by which more buckets are cheaper. They
+    are no difference where the dtype of products is given."""
+    cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
+    params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    if dist.get_rank() == 1:
+        rates = rates._replace(inside=0, across=0, matrix=0)
+    patch = {
+        "prices": mock.patch.object(binding, "machine_of", return_value=rates),
+        "products": mock.patch.object(
+            shardmuon.orthogonalize, "cpu_has_bf16_matmul", return_value=dist.get_rank() == 1
+        ),
+    }[what]
+    with patch:
+        if says:
+            text = _refused_at_first(params)
+            assert all(words in text for words in says)
+        else:
+            Muon(params, lr=0.1, **options).step()
 
 
-def _out_of_order(layout: str, victim: int) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
+@on_ranks(4)
+def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str) -> None:
     """Two optimizers, stepped the other way round on one rank; then in order, beside twins."""
     jobs = [Job(layout_of(layout)) for _ in range(4)]
     for one in jobs:
         one.step(0)
         one.set_gradients(1)
-    before, texts = [one.held() for one in jobs], []
-    for one in jobs[:2][:: -1 if dist.get_rank() == victim else 1]:
-        texts.append(refusal(one.step))
-    wrong = [f"refused: {key}" for one, held in zip(jobs, before, strict=True) for key in unlike(held, one.held())]
+    before = [one.held() for one in jobs]
+    for one in jobs[:2][:: -1 if dist.get_rank() == 3 else 1]:
+        assert "hold different plans. If there are several optimizers, step them in one order" in refusal(one.step)
+    assert [unlike(held, one.held()) for one, held in zip(jobs, before, strict=True)] == [[]] * 4
     for one in jobs:
         one.step()
-    for mine, twin in zip(jobs[:2], jobs[2:], strict=True):
-        wrong += unlike(mine.held(), twin.held())
-    return texts, wrong
-
-
-@pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
-def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str, world4: RankPool) -> None:
-    for texts, wrong in world4.run(_out_of_order, layout, 3):
-        assert wrong == []
-        assert all("hold different plans. If there are several optimizers, step them in one order" in t for t in texts)
+    assert [unlike(mine.held(), twin.held()) for mine, twin in zip(jobs[:2], jobs[2:], strict=True)] == [[], []]
 
 
 def test_gradients_that_are_one_tensor_are_not_written_to() -> None:

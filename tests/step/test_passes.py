@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import Job, Spec
 from simulated import SimulatedRanks, group_of, spec
 from spectra import normal
 from tolerances import assert_rounded
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
@@ -56,12 +56,10 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
     """Passes of the second step of one matrix, without what products are made of."""
-    p = nn.Parameter(normal(rows, cols))
-    p.grad = normal(rows, cols, seed=1)
-    optimizer = Muon([p], lr=1e-3, weight_decay=0.0, **options)
-    optimizer.step()
+    job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
+    job.step(1)
     with Passes(rows * cols) as passes:
-        optimizer.step()
+        job.step()
     return Counter({name: count for name, count in passes.names.items() if name not in PRODUCTS})
 
 

@@ -412,6 +412,10 @@ class Sequence:
         one.specs += other.specs
 
     def add_a_group(self) -> None:
+        """One that was away for a step at least."""
+        if not self.now.away:
+            self.take_a_group_out()
+            self.train()
         if not self.now.away:
             return
         group = self.now.away.pop()

@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,9 +22,11 @@ from shardmuon.testing import RankPool
 # ------------------------------------------------------------------------------------------------------ process groups
 
 
-def _takes_the_group(kind: str) -> bool:
-    """True if exchanges use the process group of a mesh of one axis, or that the optimizer was given: on all ranks of
-    it, or on one alone."""
+@pytest.mark.parametrize(("kind", "used"), [("mesh", True), ("all", True), ("one alone", False)])
+@on_ranks(4)
+def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: str, used: bool) -> None:
+    """Exchanges use its communicators and time-out; where one rank was given ranks alone, all of them make another
+    group."""
     if kind == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
         own = mesh.get_group()
@@ -42,34 +45,20 @@ def _takes_the_group(kind: str) -> bool:
         p.grad = grad.clone()
     optimizer.step()
     assert optimizer.traffic.exchanges > 0
-    return groups.group_for(ranks) is own
+    assert (groups.group_for(ranks) is own) == used
 
 
-@pytest.mark.parametrize(("kind", "used"), [("mesh", True), ("all", True), ("one alone", False)])
-def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(
-    kind: str, used: bool, world4: RankPool
-) -> None:
-    """Exchanges use its communicators and time-out; where one rank was given ranks alone, all of them make another
-    group."""
-    assert world4.run(_takes_the_group, kind) == [used] * 4
-
-
-def _copied_and_unlike() -> str:
-    """Error of a deep copy for a replica whose gradient is missing on one rank."""
+@on_ranks(2)
+def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
+    """It is refused for a replica whose gradient is missing on one rank."""
     param = torch.nn.Parameter(torch.ones(6, 8))
     made = copy.deepcopy(Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD))
     (copied,) = made.param_groups[0]["params"]
     copied.grad = torch.eye(6, 8)
     made.step()
     copied.grad = None if dist.get_rank() == 1 else copied.grad
-    with pytest.raises(ValueError, match=r"w: ranks \[1\] have no gradient, ranks \[0\] have a gradient") as caught:
+    with pytest.raises(ValueError, match=r"w: ranks \[1\] have no gradient, ranks \[0\] have a gradient"):
         made.step()
-    return str(caught.value)
-
-
-def test_a_deep_copy_shares_work_with_the_ranks_of_its_original(world2: RankPool) -> None:
-    first, second = world2.run(_copied_and_unlike)
-    assert first == second
 
 
 def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cuda_shape import CudaShape
 from dense_step import assert_like_the_formula
+from jobs import Job, Spec
 from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, in_both, in_turn, sharded
 
 from shardmuon.layout.pieces import Box, Held, Patch, _tiles_of
@@ -173,6 +174,13 @@ def test_random_bits_belong_to_elements(layout: str) -> None:
                 assert torch.equal(stream.bits(part, CPU), expected.narrow(*place))
                 seen.narrow(*place).add_(1)
             assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize("split", [{"split_sizes": (64, 192)}, {"split_sizes": (1, 1), "split_groups": 128}])
+def test_a_split_inside_a_block_of_codes_is_refused(split: dict[str, Any]) -> None:
+    job = Job([{"params": [Spec("w", (4, 256))], "transposed": True, **split}], momentum_dtype="int8")
+    with pytest.raises(ValueError, match=r"w: momentum_dtype='int8' .* begin elsewhere \(transposed=True\)"):
+        job.step(1)
 
 
 @pytest.mark.parametrize("turned", [False, True])
