@@ -121,8 +121,7 @@ def test_what_has_an_order_is_taken_and_keeps_it() -> None:
     held = _weights()
     by_name = {str(i): p for i, p in enumerate(held)}
     for given in (by_name.values(), dict.fromkeys(held).keys(), (p for p in held), by_name.items()):
-        taken = Muon(given, lr=1e-3).param_groups[0]["params"]
-        assert [id(p) for p in taken] == [id(p) for p in held]
+        assert [id(p) for p in Muon(given, lr=1e-3).param_groups[0]["params"]] == [id(p) for p in held]
     held[1].grad = torch.ones_like(held[1])
     assert float(clip_grad_norm_(by_name.values(), 1.0)) == 4.0
 

@@ -289,8 +289,7 @@ def test_tiles_that_are_wrong_are_found(world2: RankPool) -> None:
 )
 def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding: str, where: set[str]) -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Linear(8, 50))
-    groups = param_groups(model, lr=0.02)
-    optimizer = Muon(groups, lr=1e-3)
+    optimizer = Muon(param_groups(model, lr=0.02), lr=1e-3)
     if moved:
         optimizer.param_groups[0]["use_muon"] = False
     else:

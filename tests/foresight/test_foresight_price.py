@@ -157,8 +157,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
-    latency = Time(*Rates(unsure_machine).exchange(8, 1, 0, 7, False)["latency"])
-    assert latency == Time(1e-5, 2e-5, 4e-5)
+    assert Time(*Rates(unsure_machine).exchange(8, 1, 0, 7, False)["latency"]) == Time(1e-5, 2e-5, 4e-5)
 
 
 def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:

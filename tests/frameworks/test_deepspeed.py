@@ -398,8 +398,7 @@ def _in_a_step(plant: Callable[[], AbstractContextManager[object]], job: Job, fo
 
 
 def _without_a_group(job: Job, saved: Any) -> Any:
-    state = saved["base_optimizer_state" if job.case.stage < 3 else "optimizer_state_dict"]
-    state["param_groups"].pop()
+    saved["base_optimizer_state" if job.case.stage < 3 else "optimizer_state_dict"]["param_groups"].pop()
     return saved
 
 

@@ -420,8 +420,7 @@ STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function,
 def _planted(store: str) -> tuple[list[str], list[str]]:
     join(store)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
-    model = wrap(net, "FULL_SHARD")
+    model = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)), "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
 
     def run() -> None:

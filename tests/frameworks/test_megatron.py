@@ -440,9 +440,8 @@ def _begin_from_zeros(folder: pathlib.Path, kind: str) -> None:
     """Begin from zeros as the message says: every matrix has variant state after a step with the variant again."""
     with megatron():
         made = job({}, config=STILL, muon=VARIANT, seed=9)
-        groups = [group for group in made.optimizer.param_groups if group["use_muon"]]
-        for group in groups:
-            group["variant"] = None
+        for group in made.optimizer.param_groups:
+            group |= {"variant": None} if group["use_muon"] else {}
         _read(made, kind, folder)
         made.train(2)
         for group in made.optimizer.param_groups:

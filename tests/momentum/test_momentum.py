@@ -107,8 +107,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
 
     def draw(name: str = "w", step: int = 1, matrix: int = 0) -> Tensor:
         patch = Patch.rectangle(matrix, 0, 0, rows, cols)
-        bits = Stream.of(name, "weights", step, cols).bits(patch, CPU)
-        return (bits.double() + 0.5) / 2**16 - 0.5
+        return (Stream.of(name, "weights", step, cols).bits(patch, CPU).double() + 0.5) / 2**16 - 0.5
 
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)

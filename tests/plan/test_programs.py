@@ -148,8 +148,7 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
     uneven = sharded(matrix_view((4099, 1024)), [range(1024)], 0)
     plan = make_plan([spec(f"p{i}", layout if i % 7 else uneven) for i in range(72)], Policy())
     for bucket in plan.buckets:
-        owner = plan.items[bucket.items[0]].owners[0]
-        program = make_program(plan, bucket, owner)
+        program = make_program(plan, bucket, plan.items[bucket.items[0]].owners[0])
         assert sum(program.gather.came) > 0
         assert len(program.gather.copies) <= 4
 

@@ -105,10 +105,6 @@ def two_models(*sizes: int) -> Callable[[], nn.Module]:
     return lambda: nn.ModuleDict({"actor": Llama(*sizes), "critic": Llama(*sizes)})
 
 
-def extra_heads() -> nn.Module:
-    return but(Llama(), extra=nn.ModuleList(nn.Sequential(linear(), linear(16, 100)) for _ in range(2)))
-
-
 _QKH = {"q": linear(), "k": linear(), "head": linear()}
 HEADS: dict[str, Case] = {
     "a tied embedding, first": Case(
@@ -146,7 +142,9 @@ HEADS: dict[str, Case] = {
         llama(second=linear(16, 100)), overrides=_TWO_HEADS, muon=[*LAYERS, "second.weight"]
     ),
     "heads that end repeated blocks": Case(
-        extra_heads, says=(rf"extra.* {_UNSURE}",), muon=[*LAYERS, *(f"extra.{i}.0.weight" for i in range(2))]
+        llama(extra=nn.ModuleList(nn.Sequential(linear(), linear(16, 100)) for _ in range(2))),
+        says=(rf"extra.* {_UNSURE}",),
+        muon=[*LAYERS, *(f"extra.{i}.0.weight" for i in range(2))]
     ),
     "two models are no blocks": Case(
         two_models(),
@@ -193,10 +191,6 @@ HEADS: dict[str, Case] = {
         muon=["attention.in_proj_weight", "attention.out_proj.weight"],
     ),
 }
-
-
-def normed(layer: nn.Module) -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(layer)
 
 
 # ------------------------------------------------------------------------------------------- what users and modules say
@@ -389,6 +383,7 @@ SAID: dict[str, Case] = {
 }
 
 
+_NORMED = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
 _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
 # module, parameter, its matrices (none: AdamW's), reason ("": not looked at)
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
@@ -421,8 +416,8 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.LSTM(6, 4, proj_size=3), "weight_hr_l0", ((3, 4),), "linear"),
     (nn.GRUCell(6, 4), "weight_hh", ((4, 4),) * 3, "3 fused gates"),
     (nn.RNN(6, 4), "weight_hh_l0", ((4, 4),), "linear"),
-    (normed(nn.Conv2d(3, 8, 3)), "parametrizations.weight.original0", (), "1 vector (8x1x1x1)"),
-    (normed(nn.Conv2d(3, 8, 3)), "parametrizations.weight.original1", ((8, 27),), "convolution, 1 group"),
+    (_NORMED, "parametrizations.weight.original0", (), "1 vector (8x1x1x1)"),
+    (_NORMED, "parametrizations.weight.original1", ((8, 27),), "convolution, 1 group"),
     (nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), "parametrizations.weight.original", ((4, 4),), "linear"),
     (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),  # torch knows that these are inputs
     (nn.Linear(8, 1), "weight", (), "1 vector (1x8)"),
@@ -563,9 +558,9 @@ def test_options_are_those_of_the_optimizer() -> None:
     roles = {"lr", "weight_decay", "use_muon", *PLACE_OPTIONS}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
-    arguments = set(inspect.signature(Muon).parameters) - {"params", "unknown"}  # what no option is named
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
-    assert arguments == {*MUON_OPTIONS, *CONFIG_OPTIONS, "process_group", *routing}
+    arguments = {*MUON_OPTIONS, *CONFIG_OPTIONS, "process_group", *routing}
+    assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}  # what no option is named
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"

@@ -84,8 +84,7 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
     layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all of it on one rank
     kept = (Kept(replicated(kept_view(layout.view, [8]), layout.ranks), True),)
-    keeping = spec("w", layout)._replace(kept=kept)
-    assert make_plan([keeping], Policy()).items[0].route == "owner"
+    assert make_plan([spec("w", layout)._replace(kept=kept)], Policy()).items[0].route == "owner"
     assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"
 
 
