@@ -85,8 +85,8 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """Layouts take variants and methods in turn: what an audit reads of a layout does not depend on the method."""
     number = list(LAYOUTS).index(layout)
-    options = {"variant": ON_LAYOUTS[number % len(ON_LAYOUTS)], "method": METHODS[number % len(METHODS)]}
-    reports = get_pool(world).run(sound, layout, **options)
+    variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
+    reports = get_pool(world).run(sound, layout, variant=variant, method=method)
     for report in reports:
         assert report.ok, report
         assert len(report.matrices) >= 8

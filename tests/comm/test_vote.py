@@ -214,8 +214,10 @@ def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Verdict, set[str
     return own, said, told
 
 
-CULPRITS = [(family, culprit) for family in FAMILIES.values() for culprit in (0, 3, 6)]
-CULPRITS += [(drawn_family(random.Random(seed)), seed % 8) for seed in range(12)]
+CULPRITS = [
+    *((family, culprit) for family in FAMILIES.values() for culprit in (0, 3, 6)),
+    *((drawn_family(random.Random(seed)), seed % 8) for seed in range(12)),
+]
 
 
 def _all_culprits() -> list[tuple[Ranks, Verdict, set[str]]]:
@@ -225,9 +227,8 @@ def _all_culprits() -> list[tuple[Ranks, Verdict, set[str]]]:
 def test_a_fault_on_one_rank_is_heard_by_its_whole_component_and_by_no_other(world8: RankPool) -> None:
     for rank, found in enumerate(world8.run(_all_culprits)):
         for (family, culprit), (own, said, told) in zip(CULPRITS, found, strict=True):
-            assert own == component(family, rank)
-            assert told == {f"rank {culprit}: planted" if culprit in own else ""}
-            assert said == Verdict(Phase.STEP, Flag.FAULT if culprit in own else Flag.NONE, True, 0)
+            text, flag = (f"rank {culprit}: planted", Flag.FAULT) if culprit in own else ("", Flag.NONE)
+            assert (own, said, told) == (component(family, rank), Verdict(Phase.STEP, flag, True, 0), {text})
 
 
 def test_ranks_that_say_the_same_of_themselves_are_named_together() -> None:

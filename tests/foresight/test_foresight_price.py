@@ -133,9 +133,7 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
 
     with mock.patch.object(hardware_module, "batch_size", return_value=1):
         one, large, each = of(1), of(1, 1024, size * 10**11), of(33)
-    assert size == 32
-    assert of(size).hi == size * one.hi
-    assert size * one.lo > of(size).lo >= large.lo
+    assert size == 32 and of(size).hi == size * one.hi and size * one.lo > of(size).lo >= large.lo
     assert of(1) == of(32) and of(33) == of(64) == Time(*(2 * end for end in of(32)))
     assert each.hi < 34 * one.hi
     assert of(1, flops=1000).lo == 22 * machine["launch"].at()[0].lo
@@ -173,8 +171,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
         "latency": [1.0] * 3,
         "wire": [2.0] * 3,
     }
-    assert rates.slowdown(2).tolist() == [1.5] * 3
-    assert not rates.extrapolated
+    assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
     assert rates.slowdown(4).tolist() == [3.0] * 3  # more ranks than were measured share what there is

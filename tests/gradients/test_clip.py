@@ -117,8 +117,7 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     below = clip_grad_norm_(ours, 1.01 * float(exact), order)
     assert all(torch.equal(a.grad.double(), grad) for a, grad in zip(ours, before, strict=True))
     found = clip_grad_norm_(ours, 0.5, order)
-    assert torch.equal(below, found)
-    assert found.dtype == torch.float32
+    assert torch.equal(below, found) and found.dtype == torch.float32
     assert_rounded(found, exact.float(), roundings=0)
     factor = 0.5 / (found + 1e-6)  # rounded to fp32, never to the gradient's dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -449,11 +448,11 @@ def _gone() -> bool:
     clip_grad_norm_(params, 1.0)
     bound = _BOUND[params[0]]
     clip_grad_norm_(params, 1.0)
-    there = _BOUND[params[0]] is bound
+    assert _BOUND[params[0]] is bound
     refs = [*map(weakref.ref, params), weakref.ref(bound)]
     del params, bound
     gc.collect()
-    return there and [ref() for ref in refs] == [None] * 3
+    return [ref() for ref in refs] == [None] * 3
 
 
 def test_what_is_kept_of_parameters_ends_with_them(world3: RankPool) -> None:

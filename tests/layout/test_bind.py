@@ -121,8 +121,7 @@ def _read(placement: Placement) -> int:
 
 def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
     """What is sharded alone may lie on meta still, and takes seconds to read where it is offloaded."""
-    assert world4.run(_read, Shard(0)) == [1, 1, 0, 0]
-    assert world4.run(_read, Replicate()) == [2, 2, 1, 1]
+    assert [world4.run(_read, how) for how in (Shard(0), Replicate())] == [[1, 1, 0, 0], [2, 2, 1, 1]]
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:

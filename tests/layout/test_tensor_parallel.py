@@ -193,9 +193,8 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
     saved = optimizer.state_dict()
     assert all(saved["param_groups"][0][key] is None for key in ("tp_group", "process_group"))
     optimizer.load_state_dict(copy.deepcopy(saved))
-    assert optimizer.param_groups[0]["tp_group"] == GroupRef((0,))
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert again.param_groups[0]["tp_group"] == GroupRef((0,))
+    copied = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    assert [again.param_groups[0]["tp_group"] for again in (optimizer, *copied)] == [GroupRef((0,))] * 3
 
 
 # ---------------------------------------------------------------------------------------------- refused on every rank

@@ -51,8 +51,7 @@ def test_torch_has_torchs_bits(
     batch = size * torch.stack([normal(*shape, seed=s, dtype=dtype) for s in range(3)])
     for x, out in zip(batch, orthogonalize(batch, coefficients, method="torch"), strict=True):
         wanted = _zeropower_via_newtonschulz(x.clone(), coefficients[0], len(coefficients), 1e-7)
-        assert out.dtype == wanted.dtype == BF16
-        assert torch.equal(out, wanted)
+        assert out.dtype == wanted.dtype == BF16 and torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from demo_script import train
 from golden.table import placed
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
-from test_qk_clip import Llama, clip_by, normal
+from spectra import normal
+from test_qk_clip import Llama, clip_by
 from tolerances import assert_rounded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
