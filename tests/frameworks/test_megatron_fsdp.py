@@ -44,14 +44,12 @@ needs_package = pytest.mark.skipif(
 # --------------------------------------------------------------------------------------- as the package builds it
 
 
-class Unit(nn.Module):
+class Unit(nn.ModuleDict):
     """A unit of Megatron-FSDP, whose parameters are gathered for its forward pass; its loss has given gradients."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
-        super().__init__()
+        super().__init__(layers)
         self.prefix = prefix
-        for name, layer in layers.items():
-            self.add_module(name, layer)
 
     def forward(self, grads: dict[str, Tensor]) -> Tensor:
         return torch.stack([(p * grads[f"{self.prefix}.{n}"]).sum() for n, p in self.named_parameters()]).sum()
