@@ -86,8 +86,7 @@ def doubled(num: int) -> list[int]:
             if kind in ("send", "swap"):
                 boxes[me, other].put(total)
             if kind != "send":
-                heard = boxes[other, me].get(timeout=20)
-                total = heard if kind == "take" else total + heard
+                total = boxes[other, me].get(timeout=20) + (0 if kind == "take" else total)
         return total
 
     with ThreadPoolExecutor(num) as threads:

@@ -228,7 +228,7 @@ def _exactly(value: float) -> _Known:
 
 def _machine(certain: bool = False) -> Hardware:
     """Round numbers: 1e14 FLOP/s, 1e12 bytes/s of memory, 1e11 of links, 1e10 of NICs."""
-    rows = [(256, 0.5, 0.5), (4096, 0.5, 0.5)] if certain else [(256, 0.2, 0.8), (4096, 0.2, 0.8)]
+    share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {
         "memory_bytes": 8e10,
         "memory_bandwidth": 1e12,
@@ -252,7 +252,7 @@ def _machine(certain: bool = False) -> Hardware:
     }
     numbers = {name: _exactly(value) for name, value in values.items()}
     numbers |= {f"peak {dtype}": _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")}
-    numbers["efficiency of any"] = _Known("made for tests", certain, {1.0: _measured(rows)})
+    numbers["efficiency of any"] = _Known("made for tests", certain, {1.0: _measured([(256, *share), (4096, *share)])})
     return Hardware("test", "A machine of round numbers", "cuda", numbers)
 
 

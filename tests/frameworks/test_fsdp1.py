@@ -289,9 +289,8 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
         for each in (plain, model):
             each.zero_grad()
             loss(each, 0).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        ours = shardmuon.clip_grad_norm_(given, 0.01)
-        found.append((float(expected), float(ours), float(model.clip_grad_norm_(1e9))))
+        norms = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), shardmuon.clip_grad_norm_(given, 0.01)
+        found.append((*map(float, norms), float(model.clip_grad_norm_(1e9))))
     return found
 
 
@@ -334,8 +333,7 @@ def _mistake(case: str) -> None:
     if case == "memory order":
         net = nn.Sequential(nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Linear(4, 4))
     if case == "tensor parallel":
-        weight: Any = net.layers[0].up.weight  # type: ignore[union-attr,index]
-        weight.tensor_model_parallel, weight.partition_dim = True, 0
+        vars(net.get_parameter("layers.0.up.weight")).update(tensor_model_parallel=True, partition_dim=0)
     model = wrapped(net)
     if case == "all parameters":
         Muon(model.parameters(), lr=0.02)

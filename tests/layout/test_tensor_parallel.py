@@ -21,17 +21,15 @@ from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.testing import RankPool
 
-MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-
 
 def _mark(shard: Tensor, dim: int, stride: int = 1, **more: Any) -> nn.Parameter:
-    return _marked(shard, {**dict(zip(MARKS, (True, dim, stride), strict=True)), **more})
+    marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+    return _marked(shard, marks | more)
 
 
 def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     param = nn.Parameter(value.clone())
-    for key, mark in marks.items():
-        setattr(param, key, mark)
+    vars(param).update(marks)
     return param
 
 

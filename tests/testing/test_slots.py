@@ -118,11 +118,9 @@ def _aligned_operands() -> Iterator[list[int]]:
     def watched(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             out = real[name](*args, **kwargs)
-            for t in (*args, *kwargs.values(), out):
-                if isinstance(t, Tensor):
-                    assert t.data_ptr() % _ALIGNMENT == 0
-                    assert t.stride(0) * t.element_size() % _ALIGNMENT == 0
-                    batches.append(len(t))
+            for t in filter(torch.is_tensor, (*args, *kwargs.values(), out)):
+                assert t.data_ptr() % _ALIGNMENT == t.stride(0) * t.element_size() % _ALIGNMENT == 0
+                batches.append(len(t))
             return out
 
         return call
