@@ -392,9 +392,8 @@ def _in_a_step(plant: Callable[[], AbstractContextManager[object]], job: Job, fo
         return job.said(1)
 
 
-def _without_a_group(job: Job, saved: Any) -> Any:
+def _without_a_group(job: Job, saved: Any) -> None:
     saved["base_optimizer_state" if job.case.stage < 3 else "optimizer_state_dict"]["param_groups"].pop()
-    return saved
 
 
 def _in_loading(job: Job, folder: str) -> str:

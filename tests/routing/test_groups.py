@@ -209,10 +209,6 @@ def beside(*models: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.ModuleDict({str(number): one for number, one in enumerate((*models, nn.Linear(4, 4)))})
 
 
-def pair(*sizes: int) -> Callable[[], nn.Module]:
-    return beside(bare(*sizes), bare(*sizes))
-
-
 def turned_over(*names: str) -> tuple[str, ...]:
     """What is said of experts that seem to be stored the other way round: their router does not confirm them."""
     return tuple(rf'parameter of Experts.*"{re.escape(n)}": "muon"\}}; \{{"transposed": True\}} if' for n in names)
@@ -239,7 +235,9 @@ SAID: dict[str, Case] = {
         ),
     ),
     **{
-        f"three dims, settled by {choice}": Case(pair(8, 64, 48), overrides={"[01].weight": choice})
+        f"three dims, settled by {choice}": Case(
+            beside(bare(8, 64, 48), bare(8, 64, 48)), overrides={"[01].weight": choice}
+        )
         for choice in ("muon", "adamw", _TURNED, {"view": "stack"})
     },
     "a router confirms experts": Case(
