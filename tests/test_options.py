@@ -68,9 +68,8 @@ LRS: list[float | Tensor] = [
 def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -> None:
     """torch computes the factors of decay and update in the dtype of a tensor lr."""
     shapes = [*SHAPES, (10, 5), (33, 65), (64, 128)]
-    scales = (None, "original", "match_rms_adamw")
     for adjust, (nesterov, decay) in zip(
-        itertools.cycle(scales), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
+        itertools.cycle((None, "original", "match_rms_adamw")), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
     ):
         if dtype == torch.bfloat16 and not nesterov:  # torch.optim.Muon normalizes the momentum buffer in place
             continue

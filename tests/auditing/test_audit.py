@@ -155,8 +155,7 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
     """benchmarks/audit_sharpness.py takes 1,000 of them."""
-    largest = 32 if seed >= 100 and variant is None else 40
-    findings, statuses, _, drawn = healthy(dtype, seed, largest, variant=variant)
+    findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
     assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
 
@@ -357,8 +356,7 @@ def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
     """Each pair of ranks shares a matrix; the last one drifts."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
-    groups = [{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()]
-    optimizer = Muon(groups, lr=0.02)
+    optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)
     for step in range(2):
         for at, p in params.items():
             p.grad = full[at].sin() + step

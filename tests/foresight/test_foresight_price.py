@@ -211,8 +211,7 @@ def test_what_cannot_be_priced_says_what_is_missing(how: str, without: str, told
 def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     exact, machine = _exact(), _machine(certain=True)
     (rank,) = exact.classes
-    fuller = replace(rank, ranks=(4,), adamw_elements=2_000)
-    found = adamw_step(replace(exact, classes=(rank, fuller)), machine)
+    found = adamw_step(replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000))), machine)
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)

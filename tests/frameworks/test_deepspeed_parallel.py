@@ -56,8 +56,7 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         ran = optimizer.traffic.orthogonalized
         for p, weight in before.items():
             momentum = whole_momentum(p) if zero else optimizer.state[p]["momentum_buffer"]
-            now = whole_weight(p) if zero else p.detach()
-            assert torch.equal(now, dense_update(weight, momentum)), tuple(p.shape)
+            assert torch.equal(whole_weight(p) if zero else p.detach(), dense_update(weight, momentum)), tuple(p.shape)
         losses += [float(engine.train_batch(batches)) for _ in range(3)]
         stage = engine.grid.get_stage_id()
         engine.destroy()

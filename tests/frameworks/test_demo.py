@@ -44,8 +44,7 @@ def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
     """A model after the backward pass of the first batch, and its loss on this rank's rows. The head is not zero: no
     gradient would pass through it."""
     model = train.Model(TINY)
-    generator = torch.Generator().manual_seed(0)
-    model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=generator)
+    model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
     tp = mesh["tp"].size() if mesh and "tp" in (mesh.mesh_dim_names or ()) else 1
     reader, readers = (dist.get_rank() // tp, dist.get_world_size() // tp) if mesh else (0, 1)

@@ -50,8 +50,7 @@ def _model(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
 def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
     matrices = {n: p for n, p in params.items() if n in PARAMS}
     vectors = [(n, p) for n, p in params.items() if n in VECTORS]
-    groups = [*groups_of(matrices, PARAMS), {"params": vectors, "use_muon": False}]
-    return Muon(groups, lr=0.02, **options)
+    return Muon([*groups_of(matrices, PARAMS), {"params": vectors, "use_muon": False}], lr=0.02, **options)
 
 
 @lru_cache

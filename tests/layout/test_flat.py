@@ -76,8 +76,7 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = make_shard(flat, Slice(model, 5, 12, 8), None)
     on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
-    homes = [home_of(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))]
-    assert homes == [torch.device("meta"), None, None]
+    assert [home_of(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))] == [torch.device("meta"), None, None]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]
     places = [chooser_of(optimizer.param_groups, optimizer.config).device for optimizer in optimizers]
     assert places == [torch.device("meta"), None]

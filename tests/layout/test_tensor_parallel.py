@@ -23,8 +23,7 @@ from shardmuon.testing import RankPool
 
 
 def _mark(shard: Tensor, dim: int, stride: int = 1, **more: Any) -> nn.Parameter:
-    marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
-    return _marked(shard, marks | more)
+    return _marked(shard, {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride} | more)
 
 
 def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
@@ -111,8 +110,7 @@ def _experts() -> list[int]:
     def expert(full: Tensor) -> nn.Parameter:
         return _mark(full.chunk(2, 1)[order.index(rank) % 2], 1, allreduce=False)
 
-    of_expert = {"tp_group": tp, "process_group": dp}
-    cases = {"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, of_expert)}
+    cases = {"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, {"tp_group": tp, "process_group": dp})}
     return [len(spec.layout.ranks) for spec in _beside_whole(cases, tp_group=dist.group.WORLD).plan.specs]
 
 

@@ -55,8 +55,7 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num_rows", [50, 191, 192, 300, 384, 500])
 @pytest.mark.parametrize("num", [1, 3])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num, num_rows, 130, generator=generator, dtype=torch.float64)
+    x = torch.randn(num, num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
     products, of_one = (Products(t.shape, t.device, t.dtype) for t in (x, x[0]))
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])

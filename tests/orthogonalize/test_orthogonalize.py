@@ -64,8 +64,7 @@ def test_singular_vectors_stay_and_values_go_through_the_polynomial(
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs without such instructions round fp32 products at the same places."""
     x = normal(24, 60)
-    module = importlib.import_module("shardmuon.orthogonalize")
-    monkeypatch.setattr(module, "cpu_has_bf16_matmul", lambda: False)
+    monkeypatch.setattr(importlib.import_module("shardmuon.orthogonalize"), "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
     y = (x / x.norm()).to(dtype)
     for a, b, c in KELLER:

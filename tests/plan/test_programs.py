@@ -92,8 +92,7 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
     """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
     small = spec("small", along(matrix_view((4, 4)), 0, {0: [(0, 4)], 1: [], 2: [], 3: []}))
     large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
-    plan = make_plan([*large, small], Policy())
-    assert [(item.owners, item.route) for item in plan.items] == [
+    assert [(item.owners, item.route) for item in make_plan([*large, small], Policy()).items] == [
         *(((rank,), "owner") for rank in (1, 2, 3)),
         ((0,), "local"),
     ]
@@ -214,8 +213,7 @@ def test_a_digest_tells_owners_and_exchanges_and_what_becomes_of_local_matrices(
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 4), (4, 2), (1, 8)])
 @pytest.mark.parametrize(("num", "most"), [(60, 1.05), (8, 1.25)])
 def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: float) -> None:
-    grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
-    layout = sharded(matrix_view((16, 32)), grid, 0)
+    layout = sharded(matrix_view((16, 32)), [range(r * shards, (r + 1) * shards) for r in range(replicas)], 0)
     counts = count_plan(make_plan([spec(f"p{i}", layout) for i in range(num)], Policy()), int)
     sent = [sum(side.bytes for bucket in buckets for side in bucket.sent) for buckets in counts.values()]
     assert max(sent) / (sum(sent) / len(sent)) <= most

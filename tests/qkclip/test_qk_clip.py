@@ -63,8 +63,7 @@ def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, of the logits t
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
         # sums of 12 terms in q and in k and of 4 in their product, on both sides
-        scale = float(maxima.abs().max())
-        assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=scale)
+        assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 
 def _with(model: Any, **changes: Any) -> Any:

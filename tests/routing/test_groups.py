@@ -567,8 +567,7 @@ def test_options_are_those_of_the_optimizer() -> None:
 
 
 def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of_their_own() -> None:
-    rate = torch.tensor(0.02)
-    given: dict[str, Any] = {"lr": rate, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
+    given: dict[str, Any] = {"lr": torch.tensor(0.02), "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
     overrides: dict[Any, Any] = {"*.wq.weight": {"split_sizes": 4, "lr": 0.01}, "*.up.weight": {"split_sizes": [8, 16]}}
     groups = param_groups(Llama(), adamw_lr=0.003, overrides=overrides, **given)
     muon, adamw = {"use_muon": True, **given}, {"use_muon": False, "lr": 0.003}

@@ -231,8 +231,7 @@ def classifier(labels: int, *, says: bool = False) -> nn.Module:
 def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, says: bool) -> None:
     rows = routed(classifier(labels, says=says))
     assert rows["classify.weight"].optimizer == "AdamW"
-    hidden = [row.optimizer for name, row in rows.items() if "mlp" in name or name == "pool.weight"]
-    assert hidden == ["Muon"] * 5
+    assert [row.optimizer for name, row in rows.items() if "mlp" in name or name == "pool.weight"] == ["Muon"] * 5
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -318,8 +317,7 @@ def timms() -> nn.Module:
 
 def named_words() -> nn.Module:
     """Two projections with as many rows as there are positions, as in CLIP."""
-    model = classifier(16, says=True)
-    return but(model, num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
+    return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
 
 
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
