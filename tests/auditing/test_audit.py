@@ -98,11 +98,10 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
+# Nesterov, schedules by name and every kind of products are in DRAWN below.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
-    (torch.float32, {"nesterov": False, "momentum": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
-    (torch.float32, {"ns_dtype": torch.bfloat16}),
     (torch.float32, {"method": "torch"}),
     (torch.float64, {"ns_dtype": torch.float64}),
     (torch.float64, IN_FP64),
@@ -112,8 +111,6 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"momentum_dtype": torch.bfloat16}),
     (torch.float32, {"momentum_dtype": "int8"}),
     (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
-    (torch.float32, {"method": "gram", "ns_dtype": torch.float16}),
-    (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
     (torch.float64, {**IN_FP64, "variant": "hyperball+normuon", "weight_decay": 0.0}),  # as they are written
 ]
 
