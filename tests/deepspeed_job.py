@@ -273,8 +273,7 @@ class Job:
         """Weights have the dense ones' bits."""
         now = {name: (name.removesuffix(" (master)"), value) for name, value in self.weights().items()}
         dense = {name: p.detach() for name, p in self.dense.named_parameters() if name in (names or self.trained)}
-        unlike = [n for n, (of, w) in now.items() if of in dense and not torch.equal(w, dense[of].to(w.dtype))]
-        assert unlike == []
+        assert [n for n, (of, w) in now.items() if of in dense and not torch.equal(w, dense[of].to(w.dtype))] == []
 
     @property
     def host(self) -> DeepSpeedHost:

@@ -39,9 +39,8 @@ def import_megatron() -> None:
     is left out when garbage is collected, as Megatron does for each part of a checkpoint."""
     kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)  # Megatron replaces it
     with _quiet_import(), kept:
-        importlib.import_module("megatron.core.parallel_state")
-        importlib.import_module("megatron.core.models.gpt")
-        importlib.import_module("megatron.core.tensor_parallel")
+        for name in ("parallel_state", "models.gpt", "tensor_parallel"):
+            importlib.import_module(f"megatron.core.{name}")
 
 
 @lru_cache

@@ -85,12 +85,11 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """Layouts take variants and methods in turn: what an audit reads of a layout does not depend on the method."""
     number = list(LAYOUTS).index(layout)
-    options = {"variant": ON_LAYOUTS[number % len(ON_LAYOUTS)], "method": METHODS[number % len(METHODS)]}
-    reports = get_pool(world).run(sound, layout, **options)
+    variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
+    reports = get_pool(world).run(sound, layout, variant=variant, method=method)
     for report in reports:
-        assert report.ok, report
+        assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert len(report.matrices) >= 8
-        assert {row.status for row in report.matrices} == {"ok"}
         assert max(row.difference / row.allowed for row in report.matrices) < 0.6  # 0 where live and dense round alike
         assert layout == "single" or report == reports[0]
 
@@ -99,11 +98,10 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
+# Nesterov, schedules by name and every kind of products are in DRAWN below.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
-    (torch.float32, {"nesterov": False, "momentum": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
-    (torch.float32, {"ns_dtype": torch.bfloat16}),
     (torch.float32, {"method": "torch"}),
     (torch.float64, {"ns_dtype": torch.float64}),
     (torch.float64, IN_FP64),
@@ -113,8 +111,6 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"momentum_dtype": torch.bfloat16}),
     (torch.float32, {"momentum_dtype": "int8"}),
     (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
-    (torch.float32, {"method": "gram", "ns_dtype": torch.float16}),
-    (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5}),
     (torch.float64, {**IN_FP64, "variant": "hyperball+normuon", "weight_decay": 0.0}),  # as they are written
 ]
 
@@ -126,8 +122,7 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """What stages keep is fp32 also where weights, wire and products are fp64."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
-        assert report.ok, report
-        assert {row.status for row in report.matrices} == {"ok"}
+        assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
@@ -157,10 +152,8 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
     """benchmarks/audit_sharpness.py takes 1,000 of them."""
-    largest = 32 if seed >= 100 and variant is None else 40
-    findings, statuses, _, drawn = healthy(dtype, seed, largest, variant=variant)
-    assert findings == [], drawn
-    assert set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
+    findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
+    assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
 
 
@@ -289,8 +282,7 @@ def test_tiles_that_are_wrong_are_found(world2: RankPool) -> None:
 )
 def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding: str, where: set[str]) -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Linear(8, 50))
-    groups = param_groups(model, lr=0.02)
-    optimizer = Muon(groups, lr=1e-3)
+    optimizer = Muon(param_groups(model, lr=0.02), lr=1e-3)
     if moved:
         optimizer.param_groups[0]["use_muon"] = False
     else:
@@ -361,8 +353,7 @@ def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
     """Each pair of ranks shares a matrix; the last one drifts."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
-    groups = [{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()]
-    optimizer = Muon(groups, lr=0.02)
+    optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)
     for step in range(2):
         for at, p in params.items():
             p.grad = full[at].sin() + step

@@ -79,15 +79,6 @@ pytestmark = [
 SAVED_AFTER, RESUMED_UNTIL = 3, 5
 
 
-class Bag(nn.Module):
-    """Parameters by name."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        super().__init__()
-        for name, param in parameters(tensors).items():  # with the marks of tensor-parallel shards
-            self.register_parameter(name, param.requires_grad_(name != "frozen"))
-
-
 def values(seed: int) -> dict[str, Tensor]:
     """Full tensors that depend on nothing but the seed and the name."""
     return {
@@ -106,8 +97,9 @@ class Job:
 
     def __post_init__(self) -> None:
         self.world, kind = dist.get_world_size() if dist.is_initialized() else 1, KINDS[self.kind]
-        self.model = Bag(self.cut(values(self.seed)))
-        params = dict(self.model.named_parameters())
+        params = parameters(self.cut(values(self.seed)))  # with the marks of tensor-parallel shards
+        params["frozen"].requires_grad_(False)
+        self.model = nn.ParameterDict(params)
         groups = [
             {**{k: v for k, v in g.items() if k != "names"}, "params": [(n, params[n]) for n in g["names"]]}
             for g in GROUPS

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from spectra import run as train
 from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -32,14 +33,6 @@ def pair(dtype: torch.dtype = FP32, **options: Any) -> tuple[Muon, list[nn.Param
     w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
     groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
     return Muon(groups, lr=1e-3, **options), [w, b]
-
-
-def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], seeds: range) -> None:
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
 
 
 def options_of(optimizer: Muon) -> list[dict[str, Any]]:
@@ -184,8 +177,7 @@ def two(file: File = File(), **options: Any) -> tuple[nn.Module, Muon]:
 def run(model: nn.Module, optimizer: Muon, seeds: range) -> None:
     for seed in seeds:
         optimizer.zero_grad()
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-        model(x).square().sum().backward()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
         optimizer.step()
 
 

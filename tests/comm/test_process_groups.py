@@ -78,8 +78,7 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     monkeypatch.setattr(dist, "new_group", new_group)
     with pytest.raises(RuntimeError, match="no store") if fails else nullcontext():
         assert new_group_among((0, 2), 1) == "made"
-    assert seen == [([0, 2], None, True)]
-    assert world.bound_device_id == bound
+    assert (seen, world.bound_device_id) == ([([0, 2], None, True)], bound)
 
 
 _LIVES = textwrap.dedent(
@@ -138,6 +137,4 @@ _LIVES = textwrap.dedent(
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
     """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
     for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
-        assert code == 0, err
-        assert out.strip() == "done"
-        assert "terminate called" not in err
+        assert (code, out.strip()) == (0, "done") and "terminate called" not in err, err

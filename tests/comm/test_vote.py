@@ -86,8 +86,7 @@ def doubled(num: int) -> list[int]:
             if kind in ("send", "swap"):
                 boxes[me, other].put(total)
             if kind != "send":
-                heard = boxes[other, me].get(timeout=20)
-                total = heard if kind == "take" else total + heard
+                total = boxes[other, me].get(timeout=20) + (0 if kind == "take" else total)
         return total
 
     with ThreadPoolExecutor(num) as threads:
@@ -219,8 +218,10 @@ def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]
     return own, said, told
 
 
-CULPRITS = [(family, culprit) for family in FAMILIES.values() for culprit in (0, 3, 6)]
-CULPRITS += [(drawn_family(random.Random(seed)), seed % 8) for seed in range(12)]
+CULPRITS = [
+    *((family, culprit) for family in FAMILIES.values() for culprit in (0, 3, 6)),
+    *((drawn_family(random.Random(seed)), seed % 8) for seed in range(12)),
+]
 
 
 def _all_culprits() -> list[tuple[Ranks, Ballot, set[str]]]:
@@ -230,9 +231,8 @@ def _all_culprits() -> list[tuple[Ranks, Ballot, set[str]]]:
 def test_a_fault_on_one_rank_is_heard_by_its_whole_component_and_by_no_other(world8: RankPool) -> None:
     for rank, found in enumerate(world8.run(_all_culprits)):
         for (family, culprit), (own, said, told) in zip(CULPRITS, found, strict=True):
-            assert own == component(family, rank)
-            assert told == {f"rank {culprit}: planted" if culprit in own else ""}
-            assert said[:2] == (Phase.STEP, Flag.FAULT if culprit in own else Flag.NONE)
+            text, flag = (f"rank {culprit}: planted", Flag.FAULT) if culprit in own else ("", Flag.NONE)
+            assert (own, said[:2], told) == (component(family, rank), (Phase.STEP, flag), {text})
 
 
 def test_ranks_that_say_the_same_of_themselves_are_named_together() -> None:

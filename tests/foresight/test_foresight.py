@@ -64,8 +64,7 @@ def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[st
     over = [name for name in names if name != "tp"]
     if mesh.ep > 1:
         share = mesh.shard // mesh.ep
-        shape = (mesh.dp, share, mesh.ep)
-        lent = init_device_mesh("cpu", shape, mesh_dim_names=("dp2", "efsdp", "ep"))
+        lent = init_device_mesh("cpu", (mesh.dp, share, mesh.ep), mesh_dim_names=("dp2", "efsdp", "ep"))
         for layer in model.model.layers.children():
             experts: Any = layer.mlp.experts
             for name, p in list(experts.named_parameters()):

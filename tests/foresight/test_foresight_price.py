@@ -123,9 +123,7 @@ def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
 
     with mock.patch.object(hardware_module, "batch_size", return_value=1):
         one, large, each = of(1), of(1, 1024, size * 10**11), of(33)
-    assert size == 32
-    assert of(size).hi == size * one.hi
-    assert size * one.lo > of(size).lo >= large.lo
+    assert size == 32 and of(size).hi == size * one.hi and size * one.lo > of(size).lo >= large.lo
     assert of(1) == of(32) and of(33) == of(64) == Time(*(2 * end for end in of(32)))
     assert each.hi < 34 * one.hi
     assert of(1, flops=1000).lo == 22 * machine["launch"].at()[0][0]
@@ -147,8 +145,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
-    latency = Time(*Rates(unsure_machine).exchange(8, 1, 0, 7, False)["latency"])
-    assert latency == Time(1e-5, 2e-5, 4e-5)
+    assert Time(*Rates(unsure_machine).exchange(8, 1, 0, 7, False)["latency"]) == Time(1e-5, 2e-5, 4e-5)
 
 
 def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> None:
@@ -164,8 +161,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
         "latency": [1.0] * 3,
         "wire": [2.0] * 3,
     }
-    assert rates.slowdown(2).tolist() == [1.5] * 3
-    assert not rates.extrapolated
+    assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
     assert rates.slowdown(4).tolist() == [3.0] * 3  # more ranks than were measured share what there is
@@ -205,8 +201,8 @@ def test_what_cannot_be_priced_says_what_is_missing(how: str, without: str, told
 def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     exact, machine = _exact(), _machine(certain=True)
     (rank,) = exact.classes
-    fuller = replace(rank, ranks=(4,), adamw_elements=2_000)
-    found = Price.of(replace(exact, classes=(rank, fuller)), machine).adamw
+    exact = replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000)))
+    found = Price.of(exact, machine).adamw
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
@@ -222,7 +218,7 @@ def _exactly(value: float) -> _Known:
 
 def _machine(certain: bool = False) -> Hardware:
     """Round numbers: 1e14 FLOP/s, 1e12 bytes/s of memory, 1e11 of links, 1e10 of NICs."""
-    rows = [(256, 0.5, 0.5), (4096, 0.5, 0.5)] if certain else [(256, 0.2, 0.8), (4096, 0.2, 0.8)]
+    share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {
         "memory_bytes": 8e10,
         "memory_bandwidth": 1e12,
@@ -246,7 +242,7 @@ def _machine(certain: bool = False) -> Hardware:
     }
     numbers = {name: _exactly(value) for name, value in values.items()}
     numbers |= {f"peak {dtype}": _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")}
-    numbers["efficiency of any"] = _Known("made for tests", certain, {1.0: _measured(rows)})
+    numbers["efficiency of any"] = _Known("made for tests", certain, {1.0: _measured([(256, *share), (4096, *share)])})
     return Hardware("test", "A machine of round numbers", "cuda", numbers)
 
 

@@ -129,8 +129,7 @@ def _marked(net: Any) -> None:
 
 
 def _marked_on_one_rank(net: Any) -> None:
-    if dist.get_rank() == 1:
-        _marked(net)
+    net.a.ds_is_replaced_module = dist.get_rank() == 1
 
 
 def _replaced(net: Any) -> None:
@@ -140,17 +139,15 @@ def _replaced(net: Any) -> None:
 
 def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
     """Text of what initializing and a first step raise, which changes nothing; "": nothing, and then it steps."""
-    said = ""
-
-    def first() -> None:
-        nonlocal said
+    try:
         with started(case, change=change, **options) as job:
             before, ran = job.weights(), job.optimizer.traffic.orthogonalized
             said = job.said()
             unchanged = all(torch.equal(before[n], w) for n, w in job.weights().items())
             assert unchanged == bool(said) == (job.optimizer.traffic.orthogonalized == ran)
-
-    return said_by(first) or said
+            return said
+    except ValueError as error:
+        return f"ValueError: {error}"
 
 
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -174,8 +171,7 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
     two: RankPool, case: Case, change: Any, options: dict[str, Any], words: str
 ) -> None:
     for said in two.run(_first_step, case, change, options):
-        assert words in said
-        assert bool(words) == bool(said)
+        assert words in said and bool(words) == bool(said)
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -315,8 +311,7 @@ def _audited(stage: int) -> None:
                 job.train(number)
             # half of a matrix of two elements may look like another fault, too
             names = {finding.name for finding in found if finding.where != "tiny"}
-            assert bool(names) == number
-            assert names <= {"clipped_update", "scale_wrong", "update_differs"}
+            assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
         with _heard() as found:
             known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)  # what an update elsewhere would leave
@@ -397,10 +392,8 @@ def _in_a_step(plant: Callable[[], AbstractContextManager[object]], job: Job, fo
         return job.said(1)
 
 
-def _without_a_group(job: Job, saved: Any) -> Any:
-    state = saved["base_optimizer_state" if job.case.stage < 3 else "optimizer_state_dict"]
-    state["param_groups"].pop()
-    return saved
+def _without_a_group(job: Job, saved: Any) -> None:
+    saved["base_optimizer_state" if job.case.stage < 3 else "optimizer_state_dict"]["param_groups"].pop()
 
 
 def _in_loading(job: Job, folder: str) -> str:
@@ -424,10 +417,9 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         job.engine.save_checkpoint(folder, tag="here")
         began = time.monotonic()
         assert re.match(words.split(" or ")[-dist.get_rank()], fail(job, folder), re.DOTALL)
-        for number in (2, 3):
-            assert job.said(number).startswith("ExchangeError: an earlier step was broken off")
-        assert time.monotonic() - began < PROMPT
-        assert len(job.optimizer.param_groups) == len(GROUPS)
+        refused = "ExchangeError: an earlier step was broken off"
+        assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
+        assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
         job.engine.optimizer.zero_grad()  # DeepSpeed's gradients of what was refused
         job.step(1)

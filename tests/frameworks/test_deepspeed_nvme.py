@@ -177,8 +177,7 @@ def _first_step(case: Case) -> str:
 def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) -> None:
     """A gradient that is swapped, behind one of one element a rank that is not: DeepSpeed would lose it."""
     shapes: Shapes = {"first": (2, 1), "large": (512, 1024)}
-    case = nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])
-    for said in two.run(_first_step, case):
+    for said in two.run(_first_step, nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])):
         assert ": large: " in said and "element 1 of its sub-group (byte 4)" in said
 
 
@@ -230,6 +229,5 @@ def test_weights_on_nvme_are_refused() -> None:
 def test_a_checkpoint_that_only_the_engine_has_loaded_is_refused() -> None:
     for loaded in (None, 2):
         engine = SimpleNamespace(loaded_checkpoint_dp_world_size=loaded)
-        words = r"frameworks\.deepspeed\.load_checkpoint"
-        with pytest.raises(ValueError, match=words) if loaded else nullcontext():
+        with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.load_checkpoint") if loaded else nullcontext():
             _refuse_loaded(SimpleNamespace(f_locals={"self": engine}))  # type: ignore[arg-type]

@@ -44,8 +44,7 @@ def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
     """A model after the backward pass of the first batch, and its loss on this rank's rows. The head is not zero: no
     gradient would pass through it."""
     model = train.Model(TINY)
-    generator = torch.Generator().manual_seed(0)
-    model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=generator)
+    model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
     tp = mesh["tp"].size() if mesh and "tp" in (mesh.mesh_dim_names or ()) else 1
     reader, readers = (dist.get_rank() // tp, dist.get_world_size() // tp) if mesh else (0, 1)
@@ -86,8 +85,7 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
         # gradients as they are: Muon's update would hide a wrong factor
         for name, whole in expected.items():
             assert_near(batch[name], whole, GRADIENTS, name)
-        assert run["proof"] == alone["proof"]
-        assert run["proof"] == {
+        assert run["proof"] == alone["proof"] == {
             "matrices": 14, "largest_difference": 0.0, "bitwise_equal": True, "replicas_equal": True
         }  # fmt: skip
         assert run["train_loss"][-1] < run["train_loss"][0]
@@ -135,8 +133,7 @@ def test_text_is_split_by_files_without_tests(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).write_text(f"# {name}\n")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     lines = [[line for line in bytes(side).decode().splitlines() if line] for side in train.read_text()]
-    assert 0 < len(lines[1]) < 15
-    assert sorted(lines[0] + lines[1]) == sorted(f"# {name}" for name in names)
+    assert 0 < len(lines[1]) < 15 and sorted(lines[0] + lines[1]) == sorted(f"# {name}" for name in names)
     assert [sorted(side) for side in lines] == lines
 
 
@@ -150,8 +147,7 @@ def test_the_command_compares_proves_and_writes_its_files(tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     assert "the sharded update is the dense one: matrices 7, largest difference 0.0, bitwise equal True" in done.stdout
     written = json.loads((tmp_path / "run.json").read_text())
-    assert written["config"]["dim"] == 32
-    assert written["config"].keys() == asdict(TINY).keys()
+    assert written["config"]["dim"] == 32 and written["config"].keys() == asdict(TINY).keys()
     assert [run["optimizer"] for run in written["runs"]] == ["muon", "adamw"]
     assert all(len(run["train_loss"]) == 6 and run["held_out"][-1][0] == 6 for run in written["runs"])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

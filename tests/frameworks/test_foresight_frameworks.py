@@ -51,7 +51,6 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
         engine.step()
     inner = engine.optimizer
     second = nbytes(s["exp_avg_sq"] for s in optimizer.state.values() if not _is_zero(s["exp_avg_sq"]))
-    zeros = sum(_is_zero(s["exp_avg_sq"]) for s in optimizer.state.values())
     found = {
         "traffic": optimizer.traffic.since(before),
         "digests": [digest for plan in optimizer.plans for digest in digests_of(plan).values()],
@@ -61,7 +60,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
             "moments": 2 * second,
             "momentum": nbytes(s["exp_avg"] for s in optimizer.state.values()) - second,
         },
-        "zeros": zeros,
+        "zeros": sum(_is_zero(s["exp_avg_sq"]) for s in optimizer.state.values()),
     }
     engine.destroy()
     return found

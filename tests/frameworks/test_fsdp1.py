@@ -278,8 +278,7 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
     world4: RankPool, world2: RankPool, tmp_path: Path
 ) -> None:
     world4.run(_saved_by, str(tmp_path))
-    assert world2.run(_loaded_by, str(tmp_path)) == [[], []]
-    assert world4.run(_loaded_by, str(tmp_path)) == [[]] * 4
+    assert [*world2.run(_loaded_by, str(tmp_path)), *world4.run(_loaded_by, str(tmp_path))] == [[]] * 6
 
 
 # --------------------------------------------------------------------------------- clipping, audits
@@ -292,9 +291,8 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
         for each in (plain, model):
             each.zero_grad()
             loss(each, 0).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        ours = shardmuon.clip_grad_norm_(given, 0.01)
-        found.append((float(expected), float(ours), float(model.clip_grad_norm_(1e9))))
+        norms = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), shardmuon.clip_grad_norm_(given, 0.01)
+        found.append((*map(float, norms), float(model.clip_grad_norm_(1e9))))
     return found
 
 
@@ -314,9 +312,7 @@ NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
 def assert_refused(pool: RankPool, says: str, call: Callable[..., None], *args: Any, kind: str = "ValueError") -> None:
     """The call raises the error, which says that, on every rank."""
     for failure in pool.run_catching(call, *args):
-        assert failure is not None
-        assert failure.type_name == kind
-        assert says in failure.message
+        assert failure is not None and failure.type_name == kind and says in failure.message, failure
 
 
 def _audited(factor: float) -> None:
@@ -339,8 +335,7 @@ def _mistake(case: str) -> None:
     if case == "memory order":
         net = nn.Sequential(nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Linear(4, 4))
     if case == "tensor parallel":
-        weight: Any = net.layers[0].up.weight  # type: ignore[union-attr,index]
-        weight.tensor_model_parallel, weight.partition_dim = True, 0
+        vars(net.get_parameter("layers.0.up.weight")).update(tensor_model_parallel=True, partition_dim=0)
     model = wrapped(net)
     if case == "all parameters":
         Muon(model.parameters(), lr=0.02)
@@ -388,8 +383,7 @@ GIVEN: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def _flat(case: str) -> None:
-    strategy = ("FULL_SHARD", "NO_SHARD")[list(GIVEN).index(case) % 2]
-    GIVEN[case](wrapped(tied(), strategy, use_orig_params=False))
+    GIVEN[case](wrapped(tied(), STRATEGIES[list(GIVEN).index(case) % 4], use_orig_params=False))
 
 
 def _put_in_later(use_muon: bool) -> None:
@@ -422,8 +416,7 @@ STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function,
 def _planted(store: str) -> tuple[list[str], list[str]]:
     join(store)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
-    model = wrap(net, "FULL_SHARD")
+    model = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)), "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
 
     def run() -> None:
@@ -439,5 +432,4 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
 def test_an_exception_anywhere_before_the_agreement_is_raised_on_every_rank(tmp_path: Path) -> None:
     with RankPool(2, timeout=120.0) as pool:
         for known, passed in pool.run(_planted, str(tmp_path / "store")):
-            assert "read" in known
-            assert passed == []
+            assert "read" in known and passed == []

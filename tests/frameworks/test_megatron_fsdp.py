@@ -44,14 +44,12 @@ needs_package = pytest.mark.skipif(
 # --------------------------------------------------------------------------------------- as the package builds it
 
 
-class Unit(nn.Module):
+class Unit(nn.ModuleDict):
     """A unit of Megatron-FSDP, whose parameters are gathered for its forward pass; its loss has given gradients."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
-        super().__init__()
+        super().__init__(layers)
         self.prefix = prefix
-        for name, layer in layers.items():
-            self.add_module(name, layer)
 
     def forward(self, grads: dict[str, Tensor]) -> Tensor:
         return torch.stack([(p * grads[f"{self.prefix}.{n}"]).sum() for n, p in self.named_parameters()]).sum()
@@ -291,10 +289,6 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-def _misplace(p: Any) -> None:
-    p.grad = DTensor.from_local(torch.ones(12, 6), p.device_mesh, [Partial()], run_check=False)
-
-
 # what is planted, on which of the ranks that store some of it, and what is said
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
@@ -309,7 +303,13 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (partial(_of_another_kind, key="decoupled_grad"), slice(None), r".*use_decoupled_grad=False"),
     (partial(_of_another_kind, key="main_grad"), slice(None), r".*shardmuon\.frameworks\.megatron"),
     (partial(_of_another_kind, key="_mfsdp_parameter_group"), slice(None), r".*experimental version 2, which is not"),
-    (_misplace, slice(None), r".*Finish the gradient reduction first"),
+    (
+        lambda p: setattr(
+            p, "grad", DTensor.from_local(torch.ones(12, 6), p.device_mesh, [Partial()], run_check=False)
+        ),
+        slice(None),
+        r".*Finish the gradient reduction first",
+    ),
 ]
 
 
@@ -391,9 +391,8 @@ def _misused() -> None:
     with _megatron():
         from megatron_fsdp import fully_shard
 
-        model = Model(BLOCKS)
+        model, mesh = Model(BLOCKS), _mesh((dist.get_world_size(), 1), ("inner", "tp"))
         optimizer = Muon(param_groups(model, lr=1e-3), lr=1e-3)
-        mesh = _mesh((dist.get_world_size(), 1), ("inner", "tp"))
         how = {"device_mesh": mesh, "dp_shard_dim": "inner", "tp_dim": "tp", "fsdp_unit_modules": [Unit]}
         with pytest.raises(ValueError, match=r"puts all parameters in one group.* fully_shard_optimizer\(optimizer\)"):
             fully_shard(model, optimizer, device=torch.device("cpu"), **how)

@@ -16,17 +16,12 @@ RECIPES = sorted(
 LIBRARIES = ("accelerate", "datasets", "lightning", "peft", "timm", "torchtitan", "transformers", "trl")
 
 
-def recipe_in(script: Path) -> str:
-    """The part of a script that a page shows."""
-    (found,) = re.findall(r"# \[start:recipe\]\n(.*)\n# \[end:recipe\]\n", script.read_text(), flags=re.DOTALL)
-    return str(found)
-
-
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
 def test_a_page_shows_its_example_and_no_more_than_40_lines(page: Path) -> None:
     (shown,) = re.findall(r"```py\n(.*?)\n```", page.read_text(), flags=re.DOTALL)
-    assert shown == recipe_in(ROOT / "examples" / page.name.replace(".md", ".py")).rstrip("\n")
-    assert len(shown.splitlines()) <= 40
+    script = (ROOT / "examples" / page.name.replace(".md", ".py")).read_text()
+    (recipe,) = re.findall(r"# \[start:recipe\]\n(.*)\n# \[end:recipe\]\n", script, flags=re.DOTALL)
+    assert shown == recipe.rstrip("\n") and len(shown.splitlines()) <= 40
 
 
 def test_every_example_has_its_page_and_every_page_is_listed() -> None:

@@ -106,25 +106,20 @@ def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world
                 assert told == stored_here or (told == experts and layout not in OF_STORED)
 
 
-def _pair(rank: int) -> list[Listed]:
-    """A replica on each of ranks 0 and 1."""
-    return [Listed("b", "b", torch.ones(4, 6), {"use_muon": True, "process_group": (0, 1)}, {})] if rank < 2 else []
-
-
 def _read(placement: Placement) -> int:
     """How many storages a table is made with fingerprints of."""
     local = torch.empty(2, 6, device="meta")
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []
-    listed = [Listed("a", "a", param, {"use_muon": True}, {}), *_pair(dist.get_rank())]
+    pair = Listed("b", "b", torch.ones(4, 6), {"use_muon": True, "process_group": (0, 1)}, {})  # of ranks 0 and 1
+    listed = [Listed("a", "a", param, {"use_muon": True}, {}), *[pair] * (dist.get_rank() < 2)]
     bind(listed, fingerprint=lambda storage: seen.append(storage) or 0)  # type: ignore[func-returns-value]
     return len(seen)
 
 
 def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
     """What is sharded alone may lie on meta still, and takes seconds to read where it is offloaded."""
-    assert world4.run(_read, Shard(0)) == [1, 1, 0, 0]
-    assert world4.run(_read, Replicate()) == [2, 2, 1, 1]
+    assert [world4.run(_read, how) for how in (Shard(0), Replicate())] == [[1, 1, 0, 0], [2, 2, 1, 1]]
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:

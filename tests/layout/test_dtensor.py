@@ -56,8 +56,7 @@ ROWS: list[Case] = [
 
 
 def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8: RankPool) -> None:
-    everyone = world8.run(_fsdp_over_tp, ROWS)
-    for case, *first in zip(ROWS, *everyone, strict=True):
+    for case, *first in zip(ROWS, *world8.run(_fsdp_over_tp, ROWS), strict=True):
         assert all(first), f"{case}: wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
 
 
@@ -68,8 +67,7 @@ def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
     full = torch.arange(6.0).view(1, 6)
     local = full if rank == 0 else torch.empty(0, 0)
     param.grad = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=(6, 1), run_check=False)
-    optimizer = Muon([("w", param)], lr=0.1, weight_decay=0.0)
-    optimizer.step()
+    Muon([("w", param)], lr=0.1, weight_decay=0.0).step()
     alone = nn.Parameter(torch.ones(1, 6))
     alone.grad = full
     Muon([("w", alone)], lr=0.1, weight_decay=0.0).step()

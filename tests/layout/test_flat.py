@@ -77,8 +77,11 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = _make_shard(flat, _Slice(model, 5, 12, 8), None)
     on_one = _make_shard(flat, _Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
-    homes = [offloaded_from(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))]
-    assert homes == [torch.device("meta"), None, None]
+    assert [offloaded_from(p) for p in (shard, on_one, nn.Parameter(torch.zeros(3)))] == [
+        torch.device("meta"),
+        None,
+        None,
+    ]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]
     places = [
         Offer(one.param_groups, one.options.read(one.param_groups), one.config, one.keeper).chooser.device

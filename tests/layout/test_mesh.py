@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from shardmuon.layout.engines.base import Extent, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import Shard, reading
-from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
 
@@ -47,13 +46,9 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
         for axis in order:
             rows = share(rows, mesh[axis], place[axis], gathered if axis == order[-1] else 1)
         expected.append(rows.tolist())
-    assert _rows(held for held, _ in reading((size, 3), mesh, tuple(placements))) == expected
-
-
-def _rows(pieces: Iterable[Sequence[Held]]) -> list[list[int]]:
-    """The rows that each rank stores, in the order in which it does."""
-    boxes = [[held.piece for held in sorted(of_rank, key=lambda held: held.local)] for of_rank in pieces]
-    return [[row for box in of_rank for row in range(box[0][0], box[0][0] + box[1][0])] for of_rank in boxes]
+    for (of_rank, _), rows in zip(reading((size, 3), mesh, tuple(placements)), expected, strict=True):
+        boxes = [held.piece for held in sorted(of_rank, key=lambda held: held.local)]
+        assert [row for box in boxes for row in range(box[0][0], box[0][0] + box[1][0])] == rows
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_gpt import tensor_parallel_part
+from spectra import normal
 from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
@@ -20,21 +21,14 @@ from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.testing import RankPool
 
-MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 def _mark(shard: Tensor, dim: int, stride: int = 1, **more: Any) -> nn.Parameter:
-    return _marked(shard, {**dict(zip(MARKS, (True, dim, stride), strict=True)), **more})
+    return _marked(shard, {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride} | more)
 
 
 def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     param = nn.Parameter(value.clone())
-    for key, mark in marks.items():
-        setattr(param, key, mark)
+    vars(param).update(marks)
     return param
 
 
@@ -50,7 +44,7 @@ def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, A
     """
     ours, theirs, pairs = list[Any](), list[Any](), []
     for seed, (name, (shape, cut, options)) in enumerate(shards.items()):
-        full, grad = (_normal(*shape, seed=seed + of) for of in (0, 100))
+        full, grad = (normal(*shape, seed=seed + of) for of in (0, 100))
         whole, mine = nn.Parameter(full), cut(full)
         whole.grad, mine.grad = grad, cut(grad).detach()
         pairs.append((mine, whole, cut))
@@ -116,8 +110,7 @@ def _experts() -> list[int]:
     def expert(full: Tensor) -> nn.Parameter:
         return _mark(full.chunk(2, 1)[order.index(rank) % 2], 1, allreduce=False)
 
-    of_expert = {"tp_group": tp, "process_group": dp}
-    cases = {"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, of_expert)}
+    cases = {"dense": ((8, 6), dense, {}), "expert": ((8, 6), expert, {"tp_group": tp, "process_group": dp})}
     return [len(spec.layout.ranks) for spec in _beside_whole(cases, tp_group=dist.group.WORLD).plan.specs]
 
 
@@ -137,7 +130,7 @@ def test_one_process_without_torch_distributed_needs_a_group_of_its_own_rank() -
     [{"tensor_model_parallel": True}, {"tensor_model_parallel": True, "partition_dim": 0}, {"partition_dim": 1}],
 )
 def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]) -> None:
-    param = _marked(_normal(4, 6, seed=0), marks)
+    param = _marked(normal(4, 6, seed=0), marks)
     before, param.grad = param.detach().clone(), torch.ones(4, 6)
     with pytest.raises(ValueError, match=r"layer\.w: its attribute tensor_model_parallel.*\n?.*tp_group="):
         Muon([("layer.w", param)], lr=1e-3).step()
@@ -154,7 +147,7 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
     ],
 )
 def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, Any], options: dict[str, Any]) -> None:
-    param = _marked(_normal(4, 6, seed=0), marks)
+    param = _marked(normal(4, 6, seed=0), marks)
     assert TensorParallelEngine(GroupRef((0, 1))).cut(param) is None
     for group in (None, (0,)):
         plan = Muon([{"params": [param], **options}], lr=1e-3, tp_group=group).prepare()
@@ -183,22 +176,21 @@ def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, A
 def test_options_that_mean_nothing_are_refused_when_they_are_given(
     options: dict[str, Any], marks: dict[str, Any], text: str
 ) -> None:
-    param = _marked(_normal(4, 6, seed=0), marks)
+    param = _marked(normal(4, 6, seed=0), marks)
     with pytest.raises(ValueError, match=text):
         Muon([{"params": [("w", param)], **options}], lr=1e-3, tp_group=(0,))
 
 
 def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
-    param = _mark(_normal(4, 6, seed=0), 0)
+    param = _mark(normal(4, 6, seed=0), 0)
     optimizer = Muon([("w", param)], lr=1e-3, tp_group=(0,))
     param.grad = torch.ones(4, 6)
     optimizer.step()
     saved = optimizer.state_dict()
     assert all(saved["param_groups"][0][key] is None for key in ("tp_group", "process_group"))
     optimizer.load_state_dict(copy.deepcopy(saved))
-    assert optimizer.param_groups[0]["tp_group"] == GroupRef((0,))
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert again.param_groups[0]["tp_group"] == GroupRef((0,))
+    copied = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    assert [again.param_groups[0]["tp_group"] for again in (optimizer, *copied)] == [GroupRef((0,))] * 3
 
 
 # ---------------------------------------------------------------------------------------------- refused on every rank
@@ -297,7 +289,7 @@ def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[in
     for layer, dim in ((model[0], 0), (model[2], 1)):
         layer.weight = _mark(layer.weight.detach(), dim)
     optimizer = Muon(model, lr=0.1, tp_group=dist.group.WORLD)
-    model(_normal(3, 6, seed=0)).sum().backward()
+    model(normal(3, 6, seed=0)).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match=r"0\.weight has tensor_model_parallel=True.*tp_group="):
         param_groups(model, lr=1e-3)

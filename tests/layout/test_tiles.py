@@ -50,8 +50,7 @@ def test_gathered_tiles_are_the_matrices_and_scattered_ones_the_tensor(data: st.
                 offset, strides = tile.in_storage(view, back[rank].stride())
                 back[rank].as_strided(tile.sizes, strides, offset).copy_(there)
         assert torch.equal(gathered, of_matrix)
-    for (storage, _), again in zip(storages, back, strict=True):
-        assert torch.equal(storage, again)
+    assert all(torch.equal(storage, again) for (storage, _), again in zip(storages, back, strict=True))
 
 
 LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
@@ -132,8 +131,7 @@ def test_layout_digest_tells_layouts_apart() -> None:
     )
     cuts: list[dict[int, list[Piece]]] = [{0: [top], 1: [bottom]}, {0: [left], 1: [right]}, {1: [top], 0: [bottom]}]
     first, *others = (layout_of(matrix_view((4, 4)), cut).digest for cut in [*cuts, cuts[0]])
-    assert len({first, *others}) == 3
-    assert others[-1] == first
+    assert len({first, *others}) == 3 and others[-1] == first
 
 
 def test_turns_of_single_columns_are_one_tile() -> None:

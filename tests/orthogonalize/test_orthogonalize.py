@@ -22,20 +22,6 @@ FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.flo
 METHODS = ("standard", "gram", "torch")
 
 
-def near(
-    found: Tensor,  # (rows, cols)
-    wanted: Tensor,  # (rows, cols)
-    matrix: Tensor,  # (rows, cols): what was orthogonalized
-    method: str,
-    dtype: torch.dtype,
-    coefficients: Coefficients = KELLER,
-    exact: bool = False,
-) -> None:
-    """Tolerance of rounding, by the bounds of the method."""
-    options = {"dtype": dtype, "coefficients": coefficients, "matrix": matrix, "exact": exact}
-    assert_same_orthogonalization(found, wanted, gram=method == "gram", **options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "size", "coefficients"),
     [
@@ -51,8 +37,7 @@ def test_torch_has_torchs_bits(
     batch = size * torch.stack([normal(*shape, seed=s, dtype=dtype) for s in range(3)])
     for x, out in zip(batch, orthogonalize(batch, coefficients, method="torch"), strict=True):
         wanted = _zeropower_via_newtonschulz(x.clone(), coefficients[0], len(coefficients), 1e-7)
-        assert out.dtype == wanted.dtype == BF16
-        assert torch.equal(out, wanted)
+        assert out.dtype == wanted.dtype == BF16 and torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -71,23 +56,23 @@ def test_singular_vectors_stay_and_values_go_through_the_polynomial(
             s = a * s + b * s**3 + c * s**5
         found = orthogonalize(x[None].to(dtype), coefficients, method=method, dtype=dtype)[0]
         assert (found.dtype, found.shape) == (dtype, shape)
-        near(found, (u * s) @ vh, x, method, dtype, coefficients, exact=dtype == FP32)
+        how = {"dtype": dtype, "coefficients": coefficients, "gram": method == "gram", "exact": dtype == FP32}
+        assert_same_orthogonalization(found, (u * s) @ vh, matrix=x, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs without such instructions round fp32 products at the same places."""
     x = normal(24, 60)
-    module = importlib.import_module("shardmuon.orthogonalize")
-    monkeypatch.setattr(module, "cpu_has_bf16_matmul", lambda: False)
+    monkeypatch.setattr(importlib.import_module("shardmuon.orthogonalize"), "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
     y = (x / x.norm()).to(dtype)
     for a, b, c in KELLER:
         gram = y @ y.T
         y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     assert emulated.dtype == y.dtype
-    near(emulated, y, x, "standard", dtype)
-    near(emulated, steps_written_out(x, KELLER), x, "standard", dtype, exact=True)
+    for wanted, exact in ((y, False), (steps_written_out(x, KELLER), True)):
+        assert_same_orthogonalization(emulated, wanted, dtype=dtype, coefficients=KELLER, matrix=x, exact=exact)
 
 
 # ------------------------------------------------------------------------------------------------------- invariance

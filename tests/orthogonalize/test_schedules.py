@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from schedule_cases import CASES
-from spectra import normal
+from spectra import normal, run
 from tolerances import assert_near, assert_rounded, roundoff
 
 from shardmuon import Muon, schedule
@@ -37,9 +37,8 @@ def outputs(triples: Any, low: float, high: float, count: int = 100_001) -> torc
 @pytest.mark.parametrize(("name", "steps"), CASES)
 def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_polynomials(name: str, steps: int) -> None:
     found, case = schedule(name, steps), CASES[name, steps]
-    assert len(found.triples) == steps
-    assert tuple(round(end, 2) for end in found.band()) == case.band
-    assert round(found.slope) == case.slope
+    band = tuple(round(end, 2) for end in found.band())
+    assert (len(found.triples), band, round(found.slope)) == (steps, case.band, case.slope)
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
         # Two grids. At an end point both are the same; between points h apart an extremum is missed by |f''| h^2 / 8,
@@ -70,8 +69,7 @@ def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     assert_rounded(first, (raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5), roundings=2 * (5 + 1))
     assert schedule("polar_express", 10).triples[7:] == ((1.875, -1.25, 0.375),) * 3
     assert_rounded(schedule("polar_express", 5, safety=1.05).triples[0][0], raw[0] / 1.05, roundings=2)
-    for steps in range(4, 9):
-        assert schedule("polar_express", steps).fault is None
+    assert [schedule("polar_express", steps).fault for steps in range(4, 9)] == [None] * 5
 
 
 AOL = (  # T. Boissin 2025, made for row-scaled input
@@ -136,8 +134,7 @@ def test_an_accepted_schedule_keeps_signs_and_stays_bounded(triples: list[tuple[
     except ValueError:
         reject()
     out = outputs(found.triples, 1e-5, _MARGIN, 77_777)
-    assert float(out.min()) > 0.0
-    assert float(out.max()) < 2.01
+    assert float(out.min()) > 0.0 and float(out.max()) < 2.01
     x = normal(6, 10, dtype=torch.float64)
     y = orthogonalize(x[None], found.triples, dtype=torch.float64)[0]
     assert float(torch.linalg.svdvals(y).max()) < 2.01
@@ -145,17 +142,11 @@ def test_an_accepted_schedule_keeps_signs_and_stays_bounded(triples: list[tuple[
 
 
 def test_each_group_steps_by_its_own_schedule_and_a_name_is_its_triples() -> None:
-    weights, grads = ([normal(12, 30, seed=seed + i) for i in range(2)] for seed in (0, 9))
     names, how = ("polar_express", "quintic"), {"lr": 0.1, "ns_dtype": torch.float32}
-    params, alone = ([torch.nn.Parameter(w.clone()) for w in weights] for _ in range(2))
-    groups = [{"params": [p], "ns_coefficients": name} for p, name in zip(params, names, strict=True)]
-    optimizers = [Muon(groups, **how)]  # type: ignore[arg-type]
-    optimizers += [
-        Muon([p], ns_coefficients=schedule(name).triples, **how)  # type: ignore[arg-type]
-        for p, name in zip(alone, names, strict=True)
-    ]
-    for p, grad in zip([*params, *alone], grads * 2, strict=True):
-        p.grad = grad
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, alone, strict=True))
+    together, alone = ([torch.nn.Parameter(normal(12, 30, seed=at)) for at in range(2)] for _ in range(2))
+    groups = [{"params": [p], "ns_coefficients": name} for p, name in zip(together, names, strict=True)]
+    run(Muon(groups, **how), together, [9])  # type: ignore[arg-type]
+    for p, q, name in zip(together, alone, names, strict=True):
+        q.grad = p.grad
+        Muon([q], ns_coefficients=schedule(name).triples, **how).step()  # type: ignore[arg-type]
+        assert torch.equal(p, q)

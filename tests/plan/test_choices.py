@@ -77,8 +77,7 @@ def _others(made: Plan) -> Iterator[Plan]:
     tails = (1, 2, 4, 8) if made.specs[0].layout.has_replicas else (1,)
     seen = set()
     for num, tail, step in itertools.product(range(1, 17), tails, (1, -1)):
-        waves = _shares_of(_lines(items), sys.maxsize, num)[::-1]
-        shares = _narrowed(waves, tail, prices)[::step]
+        shares = _narrowed(_shares_of(_lines(items), sys.maxsize, num)[::-1], tail, prices)[::step]
         cut = tuple(moving[0]._replace(items=tuple(sorted(number[i.key] for i in share))) for share in shares)
         if cut not in seen and len(cut) <= 16:
             seen.add(cut)

@@ -29,8 +29,7 @@ def check(plan: Plan) -> None:
     counts = count_plan(plan, _node_of)
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})
     for rank, counted in counts.items():
-        buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
-        for one, bucket in zip(counted, buckets, strict=True):
+        for one, bucket in zip(counted, [bucket for bucket in plan.buckets if rank in bucket.ranks], strict=True):
             program = make_program(plan, bucket, rank)
             late = program.relay.tiles if program.relay else ()
             own, foreign, idle = (_numel(side) for side in (program.own, program.gather.tiles, late))

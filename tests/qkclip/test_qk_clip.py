@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from demo_script import train
+from spectra import normal
 from tolerances import assert_bitwise, assert_rounded
 from torch import Tensor, nn
 
@@ -19,10 +20,6 @@ from shardmuon import Muon
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.clip import _largest_logits
 from shardmuon_qkclip.layers import Attention, Rows, attention_layers
-
-
-def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Llama(nn.Module):
@@ -66,8 +63,7 @@ def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, of the logits t
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
         # sums of 12 terms in q and in k and of 4 in their product, on both sides
-        scale = float(maxima.abs().max())
-        assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=scale)
+        assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 
 def _with(model: Any, **changes: Any) -> Any:
@@ -200,7 +196,7 @@ MEASURED: dict[str, Any] = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(name: str) -> None:
     model = MEASURED[name]()
-    batches = [normal(2, 5, 12, seed=s, scale=1.0 + s) for s in range(3)]
+    batches = [(1.0 + s) * normal(2, 5, 12, seed=s) for s in range(3)]
     for x in batches:
         x[0, -1] *= 10.0  # the largest logits are those of what padding hides
 

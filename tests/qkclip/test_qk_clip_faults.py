@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from injection import KINDS, MARK, STAYS, join, known_places, plant, raising
 from jobs import Spec, as_in, unlike
-from test_qk_clip import normal
+from spectra import normal
 from torch import Tensor, nn
 
 from shardmuon._torch import local_if_any

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_qk_clip import Llama, assert_measured, largest, normal
+from spectra import normal
+from test_qk_clip import Llama, assert_measured, largest
 from tolerances import assert_bitwise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -35,7 +36,7 @@ class Job:
         self.clip = QKClip(self.model, self.optimizer, tau=TAU, **options)
 
     def loss(self, seed: int, scale: float = 1.0) -> Tensor:
-        return self.model(normal(2, 5, 12, seed=seed, scale=scale)).square().mean()
+        return self.model(scale * normal(2, 5, 12, seed=seed)).square().mean()
 
     def step(self, *seeds: int) -> list[Tensor]:
         """Returns what the largest logits of both layers are, in fp64."""

@@ -231,8 +231,7 @@ def classifier(labels: int, *, says: bool = False) -> nn.Module:
 def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, says: bool) -> None:
     rows = routed(classifier(labels, says=says))
     assert rows["classify.weight"].optimizer == "AdamW"
-    hidden = [row.optimizer for name, row in rows.items() if "mlp" in name or name == "pool.weight"]
-    assert hidden == ["Muon"] * 5
+    assert [row.optimizer for name, row in rows.items() if "mlp" in name or name == "pool.weight"] == ["Muon"] * 5
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -308,8 +307,7 @@ def test_route_builds_the_model_of_a_config_on_the_meta_device(
         assert main(["route", path]) == 0
         assert "w.weight  8x8    1 of 8x8  Muon       linear" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["route", "config.json"]) == 2
-    assert "it takes transformers" in capsys.readouterr().err
+    assert main(["route", "config.json"]) == 2 and "it takes transformers" in capsys.readouterr().err
 
 
 def timms() -> nn.Module:
@@ -319,8 +317,7 @@ def timms() -> nn.Module:
 
 def named_words() -> nn.Module:
     """Two projections with as many rows as there are positions, as in CLIP."""
-    model = classifier(16, says=True)
-    return but(model, num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
+    return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
 
 
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'

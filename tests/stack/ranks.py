@@ -101,14 +101,6 @@ def deepspeed_on_cpu() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def forget_the_group() -> None:
-    """Make Muon without `process_group`, as a user does who does not know of it."""
-    from shardmuon import Muon
-
-    made = Muon.__init__
-    Muon.__init__ = lambda self, *args, process_group=None, **options: made(self, *args, **options)
-
-
 def force_fsdp2() -> None:
     """accelerate shards on accelerators only and ignores an FSDP plugin on a CPU without a word. torch's fully_shard
     works there, so let accelerate think as it does on a GPU."""

@@ -130,16 +130,6 @@ def _need(*packages: str) -> None:
             pytest.skip(f"{package} is not installed")
 
 
-def test_ddp_without_a_group_is_told_once(tmp_path: Path) -> None:
-    _need("lightning")
-    kind = {"devices": 2, "strategy": "ddp"}
-    ranks = run("lightning_module", 2, folder=str(tmp_path / "run"), prepare="forget_the_group", kind=kind)
-    told = [[text for text in rank.heard if "orthogonalizes all" in text] for rank in ranks]
-    assert [len(texts) for texts in told] == [1, 0]
-    assert all(rank.runs == [len(NET)] * 6 for rank in ranks)
-    assert ranks[0].weights == ranks[1].weights
-
-
 def test_the_factory_takes_from_the_arguments_what_is_not_given() -> None:
     _need("transformers", "accelerate")
     import transformers

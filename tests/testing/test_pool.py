@@ -153,8 +153,7 @@ def test_a_failure_names_its_ranks_shows_where_they_stand_and_is_followed_by_new
     with pytest.raises(RankError) as caught:
         (pool.run_catching if catching else pool.run)(fn, *args)
     assert {f.rank: (f.type_name, f.returned) for f in caught.value.failures} == kinds
-    assert all(words in str(caught.value) for words in says)
-    assert not pool._ranks
+    assert all(words in str(caught.value) for words in says) and not pool._ranks
     monkeypatch.undo()
     assert set(before).isdisjoint(pool.run(os.getpid))
     assert not any(map(is_running, before))
@@ -233,8 +232,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
         time.sleep(0.5)  # rank 0 has raised, rank 1 waits in the barrier
         running = [is_running(pid) for pid in pids]
         parent.kill()
-    assert running == [True, True]
-    assert wait_until(lambda: not any(map(is_running, pids)))
+    assert running == [True, True] and wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:

@@ -80,8 +80,7 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
     """Instructions "avx2" make an AVX-512 CPU an AVX2 one; "narrow" has no AVX at all."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
-    assert num > 1_000
-    assert unequal == 0
+    assert num > 1_000 and unequal == 0
 
 
 def test_packed_slots_would_be_found() -> None:
@@ -104,9 +103,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     products = Products(shape, CPU, dtype)
     assert (_operands(x, shape, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
     found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
-    for other in others:
-        assert torch.equal(found, other)
-    assert torch.equal(x, given)
+    assert torch.equal(x, given) and all(torch.equal(found, other) for other in others)
     # what lies elsewhere is copied to where slots are, and the last batch is filled up with zeros
     assert _operands(packed, shape, products, unit=True).data_ptr() % _ALIGNMENT == 0
     with mock.patch("shardmuon.orthogonalize.empty_batch", lambda *given: empty_batch(*given).fill_(math.nan)):
@@ -122,11 +119,9 @@ def _aligned_operands() -> Iterator[list[int]]:
     def watched(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             out = real[name](*args, **kwargs)
-            for t in (*args, *kwargs.values(), out):
-                if isinstance(t, Tensor):
-                    assert t.data_ptr() % _ALIGNMENT == 0
-                    assert t.stride(0) * t.element_size() % _ALIGNMENT == 0
-                    batches.append(len(t))
+            for t in filter(torch.is_tensor, (*args, *kwargs.values(), out)):
+                assert t.data_ptr() % _ALIGNMENT == t.stride(0) * t.element_size() % _ALIGNMENT == 0
+                batches.append(len(t))
             return out
 
         return call

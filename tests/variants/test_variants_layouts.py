@@ -47,8 +47,7 @@ def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, wor
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
     """3 numbers of one block and 8 of the next: these begin in the middle of an fp64 element."""
     table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
-    found = world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64)
-    assert found == [(True, 0.0, "")] * 2
+    assert world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64) == [(True, 0.0, "")] * 2
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,7 @@ def test_each_parameter_goes_where_it_belongs(name: str) -> None:
 @pytest.mark.parametrize("labels", [1, 2, 3, 64, 96, 320])
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: int) -> None:
-    model = made(lambda: CLASSIFIERS[name](labels))
-    groups, said = routed(model)
+    groups, said = routed(made(lambda: CLASSIFIERS[name](labels)))
     plain, _ = routed(made(lambda: CLASSIFIERS[name](7)))
     assert {r.name: r.optimizer for r in groups.rows} == {r.name: r.optimizer for r in plain.rows}
     last = next(row for row in reversed(groups.rows) if len(row.shape) == 2)
@@ -126,12 +125,10 @@ SINGLE = {
 @pytest.mark.parametrize("name", SINGLE)
 def test_only_values_matter_to_a_single_token(name: str) -> None:
     weight, run, silent = SINGLE[name]
-    model = built(name).eval()
-    found = gradient(model, run, weight)
+    found = gradient(built(name).eval(), run, weight)
     loudest = max(float(part.abs().max()) for part in found)
     # what is not exactly zero is rounding of the softmax's gradient, p (g - sum(p g)) with p = 1
-    quiet = [float(part.abs().max()) < 1e-5 * loudest for part in found]
-    assert tuple(quiet) == silent
+    assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
         assert is_silent or (part.abs().amax(1) > 0).all()  # every row of the others takes part
 
@@ -181,8 +178,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
 def test_a_config_file_gives_the_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model: Any = built(name)
     file = tmp_path / "config.json"
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}))
     assert main(["route", str(file), "--each"]) == 0
     assert capsys.readouterr().out.strip() == str(routed(model)[0])
     assert main(["route", str(tmp_path)]) == 0
