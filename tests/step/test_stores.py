@@ -193,7 +193,7 @@ def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> N
     stream, patch, found = Stream.of("w", "momentum", 1, view.longest_row), tile.patch(view), []
     settings: dict[str, Any] = {"patch": patch, "stream": stream, "momentum": 0.9, "nesterov": True}
     for elements in (1 << 20, 700, 1):
-        monkeypatch.setattr(stores, "slab", lambda device, elements=elements: elements)
+        monkeypatch.setattr(stores, "_slab", lambda device, elements=elements: elements)
         mine, out = [kept.clone(), codes.clone(), scales.clone()], [torch.empty_like(grad) for _ in range(2)]
         step_stored_(mine[:1], grad, out[0], **settings)
         step_stored_(mine[1:], grad, out[1], **settings)
