@@ -33,12 +33,11 @@ from shardmuon.comm.groups import (
     Ranks,
     Traffic,
     close_lane,
-    current_world,
     group_for,
     group_ranks,
     my_rank,
 )
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, in_order
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
@@ -315,14 +314,14 @@ class StepCall(TableCall[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        if kept.planned != ["" if settings is None else settings.planned for settings in self.options]:
+        if len(self.options) != len(kept.planned):
             return False
-        found = [  # frameworks may replace parameters at any time; `Offer` selects the same ones
-            (p, number)
-            for number, settings in enumerate(self.options)
-            for p in (() if settings is None else groups[number]["params"])
-            if p.requires_grad or p.grad is not None
-        ]
+        found = []  # frameworks may replace parameters at any time; `Offer` selects the same ones
+        for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
+            if planned != ("" if settings is None else settings.planned):
+                return False
+            if settings is not None:
+                found += [(p, number) for p in groups[number]["params"] if p.requires_grad or p.grad is not None]
         if len(found) != len(kept.members):
             return False
         for (p, number), member in zip(found, kept.members, strict=True):

@@ -59,16 +59,9 @@ class _Made:
 _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # key: a default process group
 
 
-def _made() -> _Made | None:
-    """Return what was created under the current default process group; None without one."""
-    world = default_group()
-    return None if world is None else _MADE.setdefault(world, _Made())
-
-
-def current_world() -> bytes | None:
-    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
-    made = _made()
-    return None if made is None else made.token
+def made_under(world: Any) -> _Made:
+    """Return the groups and lanes that were created under a default process group, and its token."""
+    return _MADE.setdefault(world, _Made())
 
 
 def my_rank() -> int:
@@ -175,9 +168,10 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     groups until `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
-    made = _made()
-    if made is None:
+    world = default_group()
+    if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
+    made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
     if kept is not None and is_alive(kept):  # a destroyed group may still be referenced
@@ -387,18 +381,19 @@ def _bytes_of(data: bytes) -> Tensor:  # uint8
 
 def lane_of(ranks: Ranks) -> _Lane:
     """Return the open lane of these ranks (ascending, including this rank). It is created on first use."""
-    made = _made()
-    if made is None:
+    world = default_group()
+    if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
+    made = made_under(world)
     lane = made.lanes.get(ranks)
     if lane is None or not lane.is_open:
-        lane = made.lanes[ranks] = _Lane(ranks, default_group(), 1 if lane is None else lane.number + 1)
+        lane = made.lanes[ranks] = _Lane(ranks, world, 1 if lane is None else lane.number + 1)
     return lane
 
 
 def close_lane(ranks: Ranks) -> None:
     """Close the lane of these ranks if this rank has created it. Creating it just to close it would make the sequence
     number of the next lane differ between ranks."""
-    made = _made()
-    if made is not None and ranks in made.lanes:
-        made.lanes[ranks].close()
+    world = default_group()
+    if world is not None and ranks in made_under(world).lanes:
+        made_under(world).lanes[ranks].close()

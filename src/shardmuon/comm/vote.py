@@ -44,7 +44,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardmuon.comm.groups import LARGEST, Ranks, current_world, lane_of, my_rank, num_ranks
+from shardmuon._torch import default_group
+from shardmuon.comm.groups import LARGEST, Ranks, lane_of, made_under, my_rank, num_ranks
 from shardmuon.errors import Refused, fault_text, ranks_text
 
 _T = TypeVar("_T")
@@ -336,6 +337,12 @@ def _refuse(known: _Known, fault: Fault) -> None:
 
 
 # ------------------------------------------------------------------------------------ agreement before each call
+
+
+def current_world() -> bytes | None:
+    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
+    world = default_group()
+    return None if world is None else made_under(world).token
 
 
 class Agreed:

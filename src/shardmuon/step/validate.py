@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -403,18 +402,13 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
-    stored: Tensor | None = None
-    with suppress(ValueError):
-        if engine.is_aligned(buffer, param):
-            stored = engine.storage(buffer)
-    if stored is None or not same_storage(stored.shape, weight.shape):
-        found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
-        if is_dtensor(buffer):
-            found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
-        raise ValueError(
-            f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made for another "
-            "layout. Load it through torch.distributed.checkpoint, which reshards it"
-        )
+    try:
+        aligned = engine.is_aligned(buffer, param)
+    except ValueError:
+        raise _unlike(buffer, key, weight) from None
+    stored = engine.storage(buffer)
+    if not aligned or not same_storage(stored.shape, weight.shape):
+        raise _unlike(buffer, key, weight)
     if stored.layout is not torch.strided or stored.is_complex() or stored.is_meta != weight.is_meta:
         raise ValueError(
             f"its {key} is {stored.layout}, {stored.dtype} on {stored.device}, and must be strided, real and not "
@@ -422,3 +416,14 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
         )
     _check_writable(key, stored)
     return stored
+
+
+def _unlike(buffer: Tensor, key: str, weight: Tensor) -> ValueError:
+    """Error for a state tensor whose layout differs from the parameter's."""
+    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+    if is_dtensor(buffer):
+        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+    return ValueError(
+        f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made for another "
+        "layout. Load it through torch.distributed.checkpoint, which reshards it"
+    )
