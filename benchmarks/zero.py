@@ -27,8 +27,7 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing import RankPool
-from shardmuon.testing.frameworks import _GivenGradients as GivenGradients
-from shardmuon.testing.frameworks import _start_deepspeed as start_deepspeed
+from shardmuon.testing.frameworks import GivenGradients, start_deepspeed
 from shardmuon.testing.pool import RankException
 
 SIZE, NUM, LR = 512, 6, 0.02

@@ -30,10 +30,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import DeepSpeedHost
-from shardmuon.testing.frameworks import _initialize as initialize
-from shardmuon.testing.frameworks import _start_deepspeed as start_deepspeed
-from shardmuon.testing.frameworks import _whole_momentum as whole_momentum
-from shardmuon.testing.frameworks import _whole_weight as whole_weight
+from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
 
 Shapes = dict[str, tuple[int, ...]]
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # names of parameters, options

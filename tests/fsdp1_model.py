@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Muon
-from shardmuon.testing.frameworks import _quiet as quiet
-from shardmuon.testing.frameworks import _wrap as wrap
+from shardmuon.testing.frameworks import quiet, wrap
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 

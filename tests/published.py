@@ -10,7 +10,7 @@ import torch
 from shardmuon.foresight import Hardware, count, plan
 from shardmuon.foresight.hardware import Rates
 from shardmuon.foresight.job import Exact
-from shardmuon.foresight.models import _build as build
+from shardmuon.foresight.models import build
 from shardmuon.foresight.report import Price
 from shardmuon.orthogonalize import flops
 from shardmuon.orthogonalize.schedules import schedule

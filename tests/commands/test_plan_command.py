@@ -20,7 +20,7 @@ from shardmuon import Muon
 from shardmuon.commands import main as cli
 from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, _Known
-from shardmuon.foresight.models import _build as build
+from shardmuon.foresight.models import build
 from shardmuon.foresight.report import Time, _lanes, _number, _seconds, _sections, _size
 from shardmuon.price.clock import Event, _Phase
 

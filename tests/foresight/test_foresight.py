@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import _Mesh, count
-from shardmuon.foresight.models import _build as build
+from shardmuon.foresight.models import build
 from shardmuon.testing.pool import get_pool
 
 # ---------------------------------------------------------------------------------------- plans of any layout, counted

@@ -11,8 +11,7 @@ from published import decoder, rounded
 from torch import nn
 
 from shardmuon.foresight.job import _AFTER, _Param, _parse_mesh, _stages_of, count
-from shardmuon.foresight.models import _active_of, _presets
-from shardmuon.foresight.models import _build as build
+from shardmuon.foresight.models import _active_of, _presets, build
 from shardmuon.layout.views import matrix_view
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)

@@ -33,7 +33,7 @@ from shardmuon.auditing.report import AuditSchedule, Finding
 from shardmuon.frameworks import deepspeed as zero
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
-from shardmuon.testing.frameworks import _whole_momentum as whole_momentum
+from shardmuon.testing.frameworks import whole_momentum
 
 pytestmark = [
     pytest.mark.ranks,

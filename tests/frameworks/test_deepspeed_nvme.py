@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import _refuse_loaded, _refuse_options, _refuse_swaps, load_checkpoint
 from shardmuon.testing import RankError, RankPool
-from shardmuon.testing.frameworks import _whole_momentum as whole_momentum
+from shardmuon.testing.frameworks import whole_momentum
 
 swaps = pytest.mark.skipif(
     os.environ.get("SHARDMUON_NVME") != "1" or importlib.util.find_spec("deepspeed") is None,

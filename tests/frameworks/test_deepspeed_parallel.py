@@ -22,9 +22,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.testing import RankPool
-from shardmuon.testing.frameworks import _initialize as initialize
-from shardmuon.testing.frameworks import _whole_momentum as whole_momentum
-from shardmuon.testing.frameworks import _whole_weight as whole_weight
+from shardmuon.testing.frameworks import initialize, whole_momentum, whole_weight
 
 pytestmark = [
     pytest.mark.ranks,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
-from shardmuon.foresight.models import _build as build
-from shardmuon.testing.frameworks import _initialize as initialize
+from shardmuon.foresight.models import build
+from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool
 
 ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks

@@ -34,9 +34,7 @@ import shardmuon
 from shardmuon import Muon, checkpoint, param_groups
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.frameworks import _quiet as quiet
-from shardmuon.testing.frameworks import _whole_weights as whole_weights
-from shardmuon.testing.frameworks import _wrap as wrap
+from shardmuon.testing.frameworks import quiet, whole_weights, wrap
 from shardmuon.testing.layouts import ParamCase
 from shardmuon.testing.pool import RankPool, get_pool
 

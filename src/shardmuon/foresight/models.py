@@ -51,7 +51,7 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
     known = _presets()
     if model in known:
         data = known[model]
-        made = _build(data["config"])
+        made = build(data["config"])
         return data["title"], data["source"], made, data.get("active_parameters") or _active_of(made)
     if _is_config(model) or ":" in model:
         made = make_model(model, meta=True)
@@ -64,7 +64,7 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
 
 def _presets() -> dict[str, dict[str, Any]]:
     """Load the data of all presets, by name. A preset has a title, source, published_parameters, active_parameters (for
-    models with experts), published_at, and config (the sizes that `_build` takes)."""
+    models with experts), published_at, and config (the sizes that `build` takes)."""
     folder = Path(__file__).parent / "data" / "models"
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
@@ -325,7 +325,7 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
     }
 
 
-def _build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
+def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     """Build the modules of a decoder, without a forward. Names and shapes are as in Hugging Face's models, with experts
     stacked as in torchtitan.
 

@@ -22,7 +22,7 @@ from shardmuon.muon import Muon
 _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 
-class _GivenGradients(nn.Module):
+class GivenGradients(nn.Module):
     """A module whose loss has the gradients that the caller gives. An optional inner module is a separate FSDP1 unit.
     Parameters are looked up by name, because FSDP1 replaces the parameter objects."""
 
@@ -38,11 +38,11 @@ class _GivenGradients(nn.Module):
         return own if self.inner is None else own + self.inner(grads)
 
 
-class _Inner(_GivenGradients):
+class _Inner(GivenGradients):
     """An inner module that FSDP1 wraps as a separate unit."""
 
 
-def _wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
+def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
     """Wrap a model in FSDP1, with each `_Inner` module as a separate unit. Collective.
 
     HYBRID_SHARD makes two replicas if the number of ranks allows it.
@@ -53,7 +53,7 @@ def _wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPa
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         options["process_group"] = (mesh.get_group("shards"), mesh.get_group("replicas"))
     options = {"auto_wrap_policy": ModuleWrapPolicy({_Inner}), "use_orig_params": True, **options}
-    with _quiet():
+    with quiet():
         return FullyShardedDataParallel(
             model,
             sharding_strategy=ShardingStrategy[strategy],
@@ -63,14 +63,14 @@ def _wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPa
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Ignore warnings in this context: torch warns that these frameworks, or functions they call, are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
     """Return copies of all whole weights, by their names before wrapping. Collective."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
@@ -126,7 +126,7 @@ class Fsdp1Run(Run):
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
-        self._model = _wrap(_GivenGradients(outside, _Inner(inside) if inside else None), strategy)
+        self._model = wrap(GivenGradients(outside, _Inner(inside) if inside else None), strategy)
         params = {name.rpartition(".")[2]: p for name, p in self._model.named_parameters()}
         options = {"process_group": dist.group.WORLD} if strategy == "NO_SHARD" else {}
         self.optimizer = make({name: params[name] for name in names}, options)
@@ -137,10 +137,10 @@ class Fsdp1Run(Run):
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name.removeprefix("inner."): t for name, t in _whole_weights(self._model).items()}
+        return {name.removeprefix("inner."): t for name, t in whole_weights(self._model).items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        with _quiet():
+        with quiet():
             found = FullyShardedDataParallel.optim_state_dict(self._model, self.optimizer)["state"]
         return {name.removeprefix("inner."): state["momentum_buffer"] for name, state in found.items()}
 
@@ -148,11 +148,11 @@ class Fsdp1Run(Run):
 # ------------------------------------------------------------------------------------------------------------ DeepSpeed
 
 
-def _start_deepspeed() -> Any:
+def start_deepspeed() -> Any:
     """Import DeepSpeed for the CPU, and start it on the process group of the pool's ranks, without compiling anything.
     Collective."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with _quiet():
+    with quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
     old = r"`torch.distributed.\w+` is deprecated"  # newer versions of torch warn about names that DeepSpeed calls
     warnings.filterwarnings("ignore", old, FutureWarning)
@@ -162,7 +162,7 @@ def _start_deepspeed() -> Any:
     return deepspeed
 
 
-def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
+def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
     """Make a DeepSpeed engine on a CPU, without DeepSpeed's gradient clipping. Collective.
 
     Args:
@@ -172,18 +172,18 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapp
     """
     fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
     fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    deepspeed = _start_deepspeed()
-    with _quiet():
+    deepspeed = start_deepspeed()
+    with quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **config})
     return engine
 
 
-def _whole_weight(param: Tensor) -> Tensor:
+def whole_weight(param: Tensor) -> Tensor:
     """Return a copy of a whole fp32 weight, at ZeRO stages 1 to 3. Collective."""
     return _find("safe_get_full_fp32_param", param)
 
 
-def _whole_momentum(param: Tensor) -> Tensor:
+def whole_momentum(param: Tensor) -> Tensor:
     """Return a copy of a parameter's whole momentum, at ZeRO stages 1 to 3, after the first step. Collective."""
     return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
@@ -213,24 +213,24 @@ class ZeroRun(Run):
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
         zero = self.ROWS[row]
         self._whole = zero["stage"] == 0
-        model = _GivenGradients(full)
+        model = GivenGradients(full)
         self._params = dict(model.named_parameters())
         self.optimizer = make(self._params, {"process_group": dist.group.WORLD} if self._whole else {})
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config |= {halves[t.dtype]: {"enabled": True} for t in full.values() if t.dtype in halves}
-        self._engine = _initialize(model, self.optimizer, config)
+        self._engine = initialize(model, self.optimizer, config)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         self._engine.backward(self._engine(grads))
         self._engine.step()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() if self._whole else _whole_weight(p) for name, p in self._params.items()}
+        return {name: p.detach().clone() if self._whole else whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
         state = self.optimizer.state  # at ZeRO stage 0, keyed by the model's parameters
-        return {n: state[p]["momentum_buffer"] if self._whole else _whole_momentum(p) for n, p in self._params.items()}
+        return {n: state[p]["momentum_buffer"] if self._whole else whole_momentum(p) for n, p in self._params.items()}
 
     def close(self) -> None:
         self._engine.destroy()
