@@ -454,7 +454,7 @@ VARIANTS: dict[str, Stages] = {
     CAUTIOUS: (),
 }
 
-_STAGES = list(itertools.chain.from_iterable(VARIANTS.values()))
+_STAGES = tuple(itertools.chain.from_iterable(VARIANTS.values()))
 KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # state keys of all stages
 WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # state keys of weight norms
 _ALL = ", ".join(map(repr, VARIANTS))
