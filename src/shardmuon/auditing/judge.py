@@ -64,15 +64,15 @@ _Block = tuple[slice, slice]
 _Kept = Mapping[str, Tensor]  # key of a stage -> values that the stage stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # key of the norm of the weights in a dict whose other keys are those of stages
-_FIRST, _ALL = 2, 16  # perturbed runs: 2 at first, and 16 in total before a fault is reported
+_NORM = "norm"  # dict key of the norm of the weights; all other keys belong to stages that store values
+_FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
 _TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
 _BLIND = 0.5  # largest allowed difference at which a correct update can still be distinguished from a wrong one
 _SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest values most
 _FEW = 4  # number of elements that a perturbed run moves by one spacing, as a different order of sums would
 _TOGETHER = 64  # maximum number of spacings by which all elements move together; at 4, many runs would round equally
 _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
-_OWN = 1e-9  # relative error of the reference itself, whose Gram matrix squares small values and so loses them
+_OWN = 1e-9  # relative error of the reference, which squares singular values in a Gram matrix and so loses small values
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which doubles this number
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDINGS = 4  # a norm, its stored value, the factor from it, and the factor times an element are each rounded once
@@ -161,7 +161,7 @@ class _Evidence:
     # --------------------------------------------------------------------------------------------- the dense step
 
     def run(self) -> None:
-        """Run the dense reference step in the arithmetic of the live step, and the orthogonalizer also in exact
+        """Compute the dense reference step in the arithmetic of the live step, and the orthogonalizer's result in exact
         arithmetic."""
         self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
@@ -199,8 +199,8 @@ class _Evidence:
     # ------------------------------------------------------------------------------------------------- the shake
 
     def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
-        """Return the results of `count` perturbed runs ([Note: the shake]). `shake` makes one run, and earlier runs are
-        cached."""
+        """Return the results of `count` perturbed runs ([Note: the shake]). The function `shake` does one run with a
+        seeded generator. Runs are cached, so only new runs are computed."""
         runs: list[_T] = self._runs[shake.__name__]
         runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
@@ -236,7 +236,7 @@ class _Evidence:
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # "torch" divides by at least TORCH_EPS
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # least divisor of method "torch"
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]
@@ -249,11 +249,11 @@ class _Evidence:
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much updates vary over `count` reordered runs. The result is that of `_beside`.
+        """Measure how much updates vary over `count` reordered runs. Returns the same pair as `_beside`.
 
         The rounding error is taken to be at least one spacing of the largest weight in every direction. If stages store
-        values in fp32, it is taken to be at least one fp32 eps of the result: up to four roundings can change a stored
-        value by two eps, and the square root of that value scales a row or column of the result.
+        values in fp32, the rounding error is also taken to be at least one fp32 eps of the result: up to four roundings
+        can change a stored value by two eps, and the square root of that value scales a row or column of the result.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -263,8 +263,8 @@ class _Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. The result is that
-        of `_beside`."""
+        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns the same
+        pair as `_beside`."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -297,10 +297,12 @@ class _Evidence:
             others: Judged matrices of the same shape, whose results this matrix may have received by mistake.
         """
         measure, allowed = self.spread(_ALL)
-        # An update that is far too short differs from the dense update by about the whole dense update. Measured
-        # against that difference, any guess would explain such an update. So it is measured against its own size.
+        # An update that is far too short differs from the dense update by nearly the whole dense update. The short
+        # update is small compared with this difference, so any guess of a short update would seem to explain it. For
+        # this reason, `whole` is the difference or the size of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        wrong, least = self.wrong[0], max(allowed, 0.35 * whole)  # a guess may leave at most this part unexplained
+        # `least` is the largest part of the wrong update that a guess may leave unexplained
+        wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
         # if the norm of the weights is wrong, a guess must explain at least half of the norm's error
         most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
@@ -308,7 +310,8 @@ class _Evidence:
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
         stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
         for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
-            left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)  # 3% is almost nothing
+            # parts below 3% count as 3%, so that the first guess that leaves so little unexplained names the fault
+            left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)
             if left < least and (after.norm() - norm).abs() <= most:
                 least, name, found = left, guess, text
         self.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
@@ -482,7 +485,7 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # relative error: about sqrt(eps)
+        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to about sqrt(eps)
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= lowest and highest <= most + _SLACK
@@ -557,7 +560,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = e.arithmetic.orthogonalized(e.fed[block])
-            result[block] = _along(e.update[block], own) * own  # a faulty step may scale by the block's shape
+            # the length of the update is fitted, because a faulty step may compute the scale from the block's shape
+            result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):

@@ -53,7 +53,7 @@ from shardmuon.variants import keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and values, (n,) in fp64
+_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and its (n,) fp64 values
 _NO_GRADIENT = "no gradient"  # initial status of a row of the report; judging the matrix replaces this status
 
 
@@ -199,7 +199,7 @@ class StepAudit:
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
         yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # 8-bit momentum is decoded
-        yield "gradient", layout, self._proposal.grads[number]  # in the parameter's layout
+        yield "gradient", layout, self._proposal.grads[number]  # redistributed to the parameter's layout if necessary
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
@@ -345,7 +345,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Find replicas whose values differ. Collective among `ranks`."""
+        """Report replicas whose values differ. Collective over `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key

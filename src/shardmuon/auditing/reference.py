@@ -126,14 +126,16 @@ class Arithmetic:
         """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the dtype `wire`,
         unless a stage runs on the result before ranks send it."""
         s, c = self.settings, self.choice
-        # Stages before the orthogonalizer run after ranks have sent the input, so `wire` does not limit their result.
+        # Stages before the orthogonalizer run after ranks have sent the input, so the result of these stages is not
+        # rounded to `wire`.
         wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
         x = matrix.to(
             self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
         )
         x = x.contiguous().unsqueeze(0)
         (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-        after = any(isinstance(stage, AfterStage) for stage in s.stages)  # run before ranks send the result
+        # Stages after the orthogonalizer run before ranks send the result, so they read a result that is not rounded.
+        after = any(isinstance(stage, AfterStage) for stage in s.stages)
         result: Tensor = out if after else out.to(self.wire)
         return result.to(matrix.device, torch.float64)
 
@@ -263,10 +265,10 @@ class Reference:
     Args:
         matrix: (rows, cols), finite.
         coefficients: (a, b, c) of each step.
-        method: Orthogonalization method. Matters only because "torch" bounds the norm, by which it divides, from below.
+        method: Orthogonalization method. Only "torch" makes a difference: it divides the matrix by at least TORCH_EPS,
+            even if the norm is smaller.
 
     Attributes:
-        coefficients: As given.
         tall: True if the matrix has more rows than columns. All other attributes then describe its transpose.
         vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
@@ -291,8 +293,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor p(s) / s by which all steps together scale each singular direction of a matrix. `longer`
-        is the divisor that normalizes the matrix, relative to the matrix's norm."""
+        """Compute the factor p(s) / s by which all steps together scale each singular direction of a matrix that was
+        divided by `longer` times its norm."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()

@@ -127,7 +127,7 @@ class AuditReport:
     Attributes:
         step: Number of the step, counted since the optimizer was constructed.
         findings: All findings.
-        matrices: One row for each compared matrix.
+        matrices: One row for each sampled matrix.
     """
 
     step: int
@@ -170,8 +170,8 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
 
 
 class AuditError(RuntimeError):
-    """Raised on every rank if an audit finds that a step did not apply Muon's update. The attribute `report` has the
-    findings. The step is complete when this error is raised, so the weights have changed."""
+    """Error raised on every rank if a scheduled audit finds that a step did not apply Muon's update. The attribute
+    `report` has the findings. The step is complete when this error is raised, so the weights have changed."""
 
     def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
@@ -179,7 +179,7 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """Issued for each finding of severity "warning" if a scheduled audit finds no errors."""
+    """Warning for a finding of severity "warning", issued if a scheduled audit finds no errors."""
 
 
 @dataclass(eq=False)

@@ -83,7 +83,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
-    """Load a checkpoint that `save` wrote, with any sharding and number of ranks. Collective over all ranks.
+    """Load a checkpoint that `save` wrote. The sharding and the number of ranks can differ from those of the job that
+    saved the checkpoint. Collective over all ranks.
 
     `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
     damaged file would leave them partly old and partly new. This function reads into copies instead. The model and the
@@ -101,7 +102,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             rank; model and optimizer are unchanged.
         ValueError: The checkpoint does not fit the optimizer on some rank, or the weights cannot be set in the model on
             some rank (because a hook raises an error or memory is too small). Raised on every rank; model and optimizer
-            are unchanged. Exception: if the old weights cannot be restored, every step raises an error until a
+            are unchanged. But if the old weights cannot be restored in the model, every step raises an error until a
             checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
@@ -129,8 +130,8 @@ def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress a warning of torch.distributed.checkpoint: that torch.distributed is not initialized. This state is
-    normal in a single process."""
+    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
+    job of one process. Such a job does not need torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -244,7 +245,8 @@ def _take_over(
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, broken = before
         remedy = "Load a checkpoint into model and optimizer on all ranks"
-        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"  # reset if the old weights return
+        # `broken` makes every step raise an error. It is reset below if the old weights can be restored.
+        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"
         run_together(lambda: set_weights(old) if old else None)
         optimizer.broken = broken
         raise
@@ -347,8 +349,8 @@ def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[s
 
 
 def _as_global(
-    weights: Mapping[str, Any],  # by parameter name
-    state: Mapping[str, Mapping[str, Any]],  # by parameter name, then state key
+    weights: Mapping[str, Any],  # parameter name -> weights
+    state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
     table: Table,  # layouts of all shards that are plain tensors
 ) -> dict[str, Any]:
     """Replace every shard that is a plain tensor, in weights and state, by a `_Shard`, which has its position in the
@@ -420,7 +422,7 @@ class _Reader(FileSystemReader):
     """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it.
 
     Attributes:
-        items: Contents of the checkpoint: name, such as "optimizer.state.<parameter>.<key>", -> dtype and size.
+        items: Name of an entry, such as "optimizer.state.<parameter>.<key>" -> dtype and size of the entry.
     """
 
     items: Mapping[str, Any]

@@ -10,8 +10,8 @@ module does not communicate.
 [Note: state that is not there]
     A parameter's initial state consists of zeros (and a counter of 0). This state is saved even for a trainable
     parameter that has never had a gradient, so that every rank has the same keys. A checkpoint that has state for only
-    some of the parameters is therefore damaged, and loading it raises an error. An empty entry, in contrast, states on
-    purpose that a parameter has no state.
+    some of the parameters is therefore damaged, and loading it raises an error. An empty entry, in contrast, declares
+    that a parameter has no state.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        if view.matrices:  # while a shard's layout is unknown, leave this to the first step
+        if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
             shapes = state_shapes(stages_of(group), view)
             state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop a parameter's state if Muon now updates the parameter and the state is AdamW's, or vice versa. Such state
-    remains from before the group's `use_muon` changed, if the parameter was frozen then. Clears `state` in place."""
+    """Drop AdamW's state of a parameter that Muon now updates, and vice versa. Such state is left over if `use_muon` of
+    the parameter's group changed while the parameter was frozen. Clears `state` in place."""
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         state.clear()
 
@@ -163,7 +163,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
     kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if "param_names" in mine:  # keep own names: saved names can contain parts that torch.compile adds
+    if "param_names" in mine:  # saved names can contain prefixes of wrappers such as torch.compile
         kept.add("param_names")
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
@@ -273,5 +273,5 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises if shapes or placements differ
+    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises an error if shape or placement differs
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

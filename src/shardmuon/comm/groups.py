@@ -1,13 +1,13 @@
-"""Communication between ranks. This module has weak references to process groups, creates process groups on a subset of
-ranks, and exchanges tensors in packed all-to-alls. It also has lanes: channels that carry short messages between the
-CPUs of some ranks, whatever backend exchanges the tensors. A lane does not interpret its messages.
+"""Communication between ranks. This module keeps weak references to process groups, creates process groups on subsets
+of ranks, and exchanges tensors in packed all-to-alls. It also provides lanes: channels that carry short messages
+between the CPUs of some ranks, whatever backend exchanges the tensors. A lane does not interpret its messages.
 
 [Note: recursive doubling]
     A lane all-reduces messages by recursive doubling. In hops over distances k = 1, 2, 4, .., each rank swaps messages
     with the rank at distance k and merges the two messages. After the hop over distance k, a rank has merged the
     messages of its block of 2k ranks. Ranks beyond the largest power of two first send their message to a partner, and
-    receive the result at the end. Each message is merged exactly once, as a sum requires. The algorithm takes log2(n)
-    hops of one small message; if n is not a power of two, it takes log2(n), rounded down, plus 2.
+    receive the result at the end. Each message is merged exactly once, as a sum requires. For n ranks, the algorithm
+    takes log2(n) hops of one small message each, or floor(log2(n)) + 2 hops if n is not a power of two.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class _Made:
         token: Random bytes that distinguish this default group from all other default groups, including those of other
             processes.
         groups: Ranks -> number of process groups created over these ranks, and a weak reference to the group in use.
-            Only torch has a strong reference. With another one, the communicator could outlive destroy_process_group().
-            Such a communicator is torn down when the interpreter exits, and its threads then abort the process (seen
-            with gloo).
+            Only torch has a strong reference. A second strong reference would let the group's communicator outlive
+            destroy_process_group(). Such a communicator is torn down when the interpreter exits, and its threads then
+            abort the process (seen with gloo).
         lanes: Ranks -> the latest lane of these ranks, open or closed. A lane holds no reference to the default group.
     """
 
@@ -175,9 +175,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     """Return the process group of exactly these ranks (ascending). The first call is collective over `ranks` only;
     later calls return the cached group.
 
-    If the group `hint` or the default group has these ranks, it is returned. Otherwise, a new group is created, with
-    the timeout of `hint`, or with the timeout of the default group if `hint` is None. torch keeps all groups until
-    `destroy_process_group()`.
+    If the default group or the group `hint` has exactly these ranks, that group is returned. Otherwise, a new group is
+    created, with the timeout of `hint`, or with the timeout of the default group if `hint` is None. torch keeps all
+    groups until `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
     made = _made()
@@ -241,7 +241,7 @@ class Traffic:
     norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Subtract an earlier copy of the counters from the counters."""
+        """Return the increase of each counter since the copy `earlier` was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
@@ -332,7 +332,7 @@ class _Lane:
 
         Args:
             message: This rank's message, which must fit in `LARGEST` bytes when pickled.
-            merged: Function that merges two messages. It must be associative and commutative.
+            merged: Function that merges two messages. The function must be associative and commutative.
             what: Name of the operation, for error messages.
 
         Returns:

@@ -30,10 +30,10 @@ inputs that must be equal on all ranks. `Call.agree` decides whether all ranks p
 [Note: who votes]
     Before each call, all ranks that are connected through parameters and process groups (the component) vote. For the
     vote, the ranks need a binding: data, such as a plan, that they have built together and cache from one call to the
-    next. A rank without a cached binding reports its lack in a vote of the ranks with which it last voted. A rank that
-    has never voted does not know its component. Such a rank reports its lack in votes of its largest sets instead
-    (usually one set, the component itself). Ranks with a cached binding take part in these votes, and so learn that a
-    rebuild is needed. Then all ranks rebuild the binding.
+    next. A rank without a cached binding asks for a rebuild in a vote of the ranks with which it last voted. A rank
+    that has never voted does not know its component. Such a rank asks for a rebuild in votes of its largest sets
+    instead (usually one set, the component itself). Ranks with a cached binding take part in these votes, and so learn
+    that a rebuild is needed. Then all ranks rebuild the binding.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Refused):  # raised on all ranks; the message names the rank at fault
+        if isinstance(error, Refused):  # a Refused is raised on all ranks and already names the rank at fault
             self.add(str(error), error.cause, own=False)
         elif error is not None:
             self.add(fault_text(error), error, own=not isinstance(error, Unlike))
@@ -106,7 +106,7 @@ class Fault:
         Args:
             component: All ranks that make this call.
             phase: The operation that follows.
-            asked: This rank's contribution to the result.
+            asked: This rank's value, to be merged with the values of the other ranks.
 
         Returns:
             True if `asked` is True on any rank.
@@ -142,7 +142,7 @@ class Flag(IntFlag):
         STALE: The rank's cached binding is missing or does not match its parameters.
         AUDIT: The rank requests an audit of this step.
         UNLIKE: The digests of some set of ranks differ. Only a verdict can have this flag.
-        BEYOND: The rank belongs to several largest sets, so ranks outside this vote belong to the component.
+        BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover the component.
     """
 
     NONE = 0
@@ -290,9 +290,9 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
         sets: The sets of ranks that this rank belongs to.
         facts: Picklable data for all other ranks.
         fault: Record of this rank's error, if this rank has one.
-        before: The component before this call, if known. Its ranks first compare their sets. If only some ranks of a
-            set list that set, they then raise an error that names the set. Without `before`, ranks that list such a set
-            wait for the other ranks of the set until the timeout.
+        before: All ranks of the previous component, or None if it is unknown. These ranks first compare their sets. If
+            only some ranks of a set list that set, all of them raise an error that names the set. Without this
+            comparison, ranks that list such a set would wait for the other ranks of the set until the timeout.
 
     Returns:
         Rank -> facts, for every rank of the component. The result is equal on all of these ranks.
@@ -378,8 +378,8 @@ _K = TypeVar("_K", bound=Agreed)
 class Call(ABC, Generic[_K]):
     """One rank's part in a collective call: a step, gradient clipping or QK-clip.
 
-    The abstract methods except `renew`, and `before`, run inside a `Fault`, which records exceptions, so they are
-    allowed to raise any exception.
+    The methods `known`, `is_current`, `before`, `sets`, `read` and `lines` are allowed to raise any exception, because
+    they are called inside a `Fault`, which records exceptions.
 
     Attributes:
         phase: The operation to vote on.
@@ -399,7 +399,7 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """True if the cached binding `kept` matches the current parameters, layouts and options."""
+        """Return True if the cached binding `kept` matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
         """Return the ranks of this rank's last vote, or None if this rank has not yet voted under the current default

@@ -6,8 +6,8 @@ with the same bits, or all ranks raise an error.
     ranks store the same data, only one of them counts this data.
 
     For some tensors, this module cannot know whether other ranks have replicas. A plain tensor can be a replica, as
-    under DDP, or exist on one rank only. A DTensor on some of the ranks, such as one data-parallel axis of a mesh, can
-    have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
+    under DDP, or exist on one rank only. A DTensor on some of the ranks, such as the ranks of one data-parallel axis,
+    can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
     stages). The gradients of such tensors are called loose. Loose gradients are compared by shape: each rank computes
     the norm of all its loose gradients of one shape together. If ranks with the same position in their sets of ranks
     have equal norms, these gradients are treated as replicas and count once. Norms of few elements can be equal by
@@ -115,7 +115,7 @@ def clip_grad_norm_(
         )
     with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # formula and dtypes of torch's clip_grad_norm_
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
                 foreach_mul_(alike, factor.to(device))
@@ -157,7 +157,7 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
         place = {key: group.get(key) for key in ("process_group", "tp_group")}
-        options = {**place, "use_muon": False}  # clipping needs no matrices
+        options = {**place, "use_muon": False}  # False, because clipping does not need matrices
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
@@ -183,7 +183,8 @@ class _BoundGradients(Agreed):
         loose: (set of ranks, shape) -> indices of the parameters on this set of ranks, with this shape, whose gradients
             are loose ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
         lines: Description of each parameter, equal on all ranks that share the parameter.
-        compared: For each parameter, True if all ranks that share it, or none of them, must have its gradient.
+        compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
+            none of these ranks.
         in_order: Indices of the parameters in the order of communication: parameters on small sets of ranks first, and
             the parameters of one set in the user's order.
         together: This rank and the ranks with which it shares parameters, ascending; () if `beyond` contains all of
@@ -272,8 +273,8 @@ class _Clipping(TableCall[_BoundGradients]):
             differs from the parameter's layout).
         counted: Norm of the elements that no other rank counts.
         loose: One entry for each set of ranks and shape with loose gradients ([Note: who sums with whom]): a
-            fingerprint of this rank's part of these gradients, the norm of this part, and True for plain tensors.
-            Replicas have equal fingerprints.
+            fingerprint of this rank's part of these gradients, the norm of this part, and a bool that is True for plain
+            tensors. Replicas have equal fingerprints.
     """
 
     params: Sequence[Listed]
@@ -292,7 +293,7 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # a cached binding for a different `process_group` is useless, because different ranks would vote
+        # a binding that was cached for a different `process_group` is invalid, because different ranks vote
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
@@ -392,7 +393,7 @@ class _Clipping(TableCall[_BoundGradients]):
 
 
 _SMALL = 1 << 12  # elements; smaller tensors are concatenated, because a copy takes less time than a separate norm
-_CHUNK = 1 << 22  # elements; norms are computed in chunks of this size, because on CPUs torch copies each chunk to fp64
+_CHUNK = 1 << 22  # elements; larger tensors are split into such chunks, because on CPUs torch copies a chunk to fp64
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:

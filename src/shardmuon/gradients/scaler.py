@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 
-    def _unscale_grads_(  # torch's hook; ShardedGradScaler (torch 2.11 .. 2.13) overrides it as well
+    def _unscale_grads_(  # overrides a private method of torch, as ShardedGradScaler does (torch 2.11 .. 2.13)
         self,
         optimizer: Optimizer,
         inv_scale: Tensor,  # 0-dim, fp32
@@ -101,7 +101,8 @@ class GradScaler(torch.amp.GradScaler):
                         "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
                         "torch.float16, reduce_dtype=torch.float32)"
                     )
-            stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []  # all gradients or none
+            # if any gradient on this rank is unusable, no gradient on this rank may change
+            stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
             for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
                 flags.append(torch.zeros((), dtype=torch.float32, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, flags[-1], inv_scale.to(device))
