@@ -28,7 +28,7 @@ def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
         The pending audit. Its `report` is available after the step and is the same on all of these ranks.
 
     Raises:
-        ValueError: `samples` is not positive, or DeepSpeed steps the optimizer.
+        ValueError: `samples` is not a positive int, or DeepSpeed steps the optimizer.
 
     Examples:
         >>> import torch

@@ -10,8 +10,8 @@ A variant, such as NorMuon, adds stages to the step of a matrix.
 
 [Note: the shake]
     The same arithmetic runs on several slightly perturbed ("shaken") versions of the input. The spread of the results
-    shows how large a difference rounding can explain for this matrix. No theory of dtypes, methods, schedules or
-    spectra is needed. A spacing is the distance between neighboring floating point numbers.
+    shows how large a difference rounding can explain for this matrix, so the audit needs no theory of dtypes, methods,
+    schedules or spectra. A spacing is the distance between neighboring floating-point numbers.
 
     For the comparison with the live step, each run permutes rows and columns, which reorders the sums; moves a few
     elements by one spacing; and scales all elements together by at most `_TOGETHER` spacings of fp32. The scaling is
@@ -29,16 +29,18 @@ A variant, such as NorMuon, adds stages to the step of a matrix.
 
     The Newton-Schulz steps amplify rounding where a singular value is nearly zero: results can differ completely in the
     direction of that singular value and hardly at all in other directions. So a difference is measured along each left
-    singular vector of the reference. Its length in that direction is divided by the root mean square of the lengths of
-    the differences that shaking causes. The largest of these ratios counts, relative to the largest such ratio for the
-    result itself. In each direction, the rounding error is taken to be at least one spacing of the result.
+    singular vector of the reference. In each direction, the length of the difference is divided by the root mean square
+    of the lengths of the differences that shaking causes. Only the largest of these ratios counts. It is divided by the
+    largest ratio that the same calculation gives for the result itself. In each direction, the rounding error is taken
+    to be at least one spacing of the result.
 
 [Note: naming a fault]
     The audit simulates known faults. A guess consists of the name of a fault, a description, and the (rows, cols) fp64
     weights that a step with this fault would produce. A guess explains the wrong update if it leaves only a small
-    fraction of the update, and of the update's difference from the dense reference, unexplained. Both are measured by
-    direction, as in [Note: the shake]. The first guess that leaves almost nothing unexplained names the fault. If no
-    guess does, the fault gets the name of the guess that leaves the least unexplained.
+    fraction of the update unexplained, and only a small fraction of the update's difference from the dense reference.
+    Both fractions are measured by direction, as in [Note: the shake]. The first guess that leaves almost nothing
+    unexplained names the fault. If no guess leaves so little, the guess that leaves the least unexplained names the
+    fault.
 """
 
 from __future__ import annotations
@@ -236,7 +238,7 @@ class _Evidence:
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # least divisor of method "torch"
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # smallest divisor of method "torch"
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]
@@ -485,7 +487,8 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to about sqrt(eps)
+        # These singular values come from a Gram matrix, so they are accurate only to about sqrt(eps).
+        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= lowest and highest <= most + _SLACK

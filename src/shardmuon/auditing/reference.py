@@ -141,10 +141,10 @@ class Arithmetic:
 
     def staged(
         self,
-        place: type[Stage],  # BeforeStage, AfterStage or WeightStage
+        place: type[Stage],  # one of BeforeStage, AfterStage and WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # a stage to omit
+        without: Stage | None = None,  # stage whose formula is not applied
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Apply the formulas of all stages that run at one place in the step.
 
@@ -171,14 +171,14 @@ class Arithmetic:
     def weights_after(
         self,
         before: Tensor,  # (rows, cols) weights
-        update: Tensor,  # (rows, cols) update, as ranks send it
+        update: Tensor,  # (rows, cols) update, rounded to `wire`
         scale: float,
     ) -> Tensor:  # (rows, cols), the weights' dtype
         """Compute the weights after an update, with weight decay and rounding as in the live step."""
         s, weights = self.settings, before.to(self.weights)
         if self.choice.method == "torch" and self.rounding is None and not s.cautious:
             update = update.to(weights.device, self.wire)
-            if update.shape[0] > update.shape[1]:  # use torch's strides, which affect how half-precision tensors add up
+            if update.shape[0] > update.shape[1]:  # use torch's strides, because half-precision results depend on them
                 update = update.mT.contiguous().mT
             return weights.mul(self._decay_factor).add_(update, alpha=-s.lr * scale)
         wide = weights.to(torch.promote_types(self.weights, torch.float32))

@@ -102,9 +102,9 @@ class MatrixRow:
         compared: True if the step had an update to compare; otherwise `difference` and `allowed` are 0.
         difference: Difference between the applied update and the update of the dense reference, relative to the update,
             in the direction in which rounding explains least of the difference ([Note: the shake] in
-            auditing/judge.py). 0 if the weights are bitwise equal.
-        allowed: Limit of `difference`. If the weights are bitwise equal, it is the limit of the comparison with exact
-            arithmetic instead.
+            auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
+        allowed: Largest difference that rounding can explain. If the weights after both updates are bitwise equal, this
+            is the limit from the comparison of the dense reference with exact arithmetic.
     """
 
     name: str

@@ -70,7 +70,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             nothing is written.
         ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
     """
-    if optimizer.in_step:  # ranks cannot vote now: some may still be in the step's exchanges
+    if optimizer.in_step:  # a vote is impossible while other ranks are still in the step's exchanges
         raise ExchangeError(optimizer.torn())
 
     with made_public():
@@ -298,8 +298,8 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """Find the layouts of the optimizer's parameters that are shards stored as plain tensors. Collective over all
-    ranks.
+    """Find the layouts of those parameters of the optimizer that are shards stored as plain tensors. Collective over
+    all ranks.
 
     Raises:
         Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
@@ -452,7 +452,7 @@ class _Planner(DefaultLoadPlanner):
         """Load a value as torch.distributed.checkpoint does, but first check that unpickling runs no code.
 
         Raises:
-            ValueError: The value contains anything but numbers, strings, tensors and containers of these.
+            ValueError: The value contains types that `torch.load(weights_only=True)` rejects.
         """
         try:
             torch.load(value, weights_only=True)

@@ -44,7 +44,7 @@ _NOT_CONVERTED = (
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the state that a group's variant (such as NorMuon) stores per matrix."""
+    """Return the keys of the state that a group's variant (such as NorMuon) stores for each matrix."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
@@ -102,7 +102,7 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and _kept_keys(group)):  # even an empty shard has state of its variant
+            elif found or (unsaved and _kept_keys(group)):  # the state of a variant exists even for an empty shard
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
     if lacking:
@@ -115,7 +115,7 @@ def read_state(
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """Split an optimizer's state dict into state (key of a parameter -> state) and groups.
+    """Split an optimizer's state dict into the state of parameters (parameter key -> state) and the parameter groups.
 
     Raises:
         ValueError: `saved` is not an optimizer's state dict.
@@ -182,7 +182,7 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.
     """
-    # parts of names that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP
+    # parts of names that torch.compile, FSDP1, activation checkpointing and DDP add
     added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
@@ -262,7 +262,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
     """Check one value of a parameter's state, and convert it to the optimizer's dtype and device."""
-    if key == STEP:  # stored as an fp32 tensor, as in torch's AdamW
+    if key == STEP:  # the step count is an fp32 tensor, as in torch's AdamW
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")

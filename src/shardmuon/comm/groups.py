@@ -57,7 +57,7 @@ class _Made:
     lanes: dict[Ranks, _Lane] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # key: a default process group
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # keys are default process groups
 
 
 def _made() -> _Made | None:
@@ -185,7 +185,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # a weak reference can still lead to a destroyed group
+    if kept is not None and is_alive(kept):  # the object of a destroyed group can still exist
         return kept  # ignore the hint, because ranks that rebuild a plan can have different hints
     for group in (default_group(), hint):
         if group is not None and group_ranks(group) == ranks:
@@ -207,7 +207,7 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # "cuda" -> "nccl"
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # e.g. "cuda" -> "nccl"
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
     found = torch.accelerator.current_accelerator()
@@ -286,7 +286,8 @@ def start(
 
 # ---------------------------------------------------------------------------------------------------------------- lanes
 
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # kind, index of the other rank; "take" receives the result
+# Kind of a hop, and index of the other rank in the lane. "hear" receives a message to merge, "take" the final result.
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]
 
 
 def _hops_of(me: int, num: int) -> list[_Hop]:
@@ -351,7 +352,8 @@ class _Lane:
                     pending.append(self._group.recv([found], member, 7))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                pending.clear()  # handles keep connections open, and the traceback keeps this list alive
+                # The error's traceback keeps this list alive, and handles in the list would keep connections open.
+                pending.clear()
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":

@@ -1,7 +1,7 @@
-"""The vote: ranks discover the ranks that they are connected to, report errors to each other in short messages, and
-agree to make a collective call.
+"""Votes of ranks before a collective call. Ranks discover the ranks that they are connected to, report errors to each
+other in short messages, and agree to make the call.
 
-A step, gradient clipping and QK-clip are such calls. Each of these calls is a subclass of `Call`, which reports the
+A step, gradient clipping and QK-clip are collective calls. Each of them is a subclass of `Call`, which reports the
 inputs that must be equal on all ranks. `Call.agree` decides whether all ranks proceed or all ranks raise an error.
 
 [Note: why a component votes together]
@@ -139,7 +139,7 @@ class Flag(IntFlag):
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The rank's cached binding is missing or does not match its parameters.
+        STALE: The rank's cached binding (`Agreed`) is missing or does not match the rank's parameters.
         AUDIT: The rank requests an audit of this step.
         UNLIKE: The digests of some set of ranks differ. Only a verdict can have this flag.
         BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover the component.
@@ -487,7 +487,7 @@ class Call(ABC, Generic[_K]):
         """Rebuild the binding, starting on a rank without a cached binding. Collective over the component: ranks with a
         cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
-        for _ in range(2):  # try again after an interrupt, because the other ranks wait for this rank
+        for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
             with fault:
                 before = self.before()
                 sets = in_order(self.sets(fault) if before is None else [before])

@@ -122,7 +122,7 @@ def _route(args: argparse.Namespace) -> int:
     model = make_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        groups = param_groups(model, lr=1.0)  # any lr: the table does not depend on lr
+        groups = param_groups(model, lr=1.0)  # any lr works, because the table does not depend on lr
     print(groups if args.each else groups.summary())
     for warning in caught:
         print(f"\nwarning: {warning.message}")

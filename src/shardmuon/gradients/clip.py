@@ -54,7 +54,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     process_group: Any = None,
-) -> Tensor:  # 0-dim, plain
+) -> Tensor:  # 0-dim plain tensor
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
 
     Call this function after the last backward pass of a step and before `step()`, on every rank that shares a
@@ -92,7 +92,7 @@ def clip_grad_norm_(
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
-    for _ in range(2):  # try again after an interrupt, because other ranks wait for this rank
+    for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
         with fault:
             listed = _listed_of(parameters, fault)
             break
@@ -124,8 +124,8 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Set this rank's gradients to None if the code in the `with` block raises any error but Refused, which all ranks
-    raise. Re-raise the error, or raise an ExchangeError from it.
+    """Set this rank's gradients to None if the code in the `with` block raises an error. Re-raise the error, or raise an
+    ExchangeError from it. A Refused leaves the gradients unchanged, because all ranks raise it.
 
     Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
     step then raises an error on every rank that shares these parameters, because this rank has no gradients.
@@ -149,8 +149,8 @@ _ALIGN = 1  # presence bit in the vote: some gradients must be redistributed bef
 
 
 def _listed_of(source: Any, fault: Fault) -> list[Listed]:
-    """List the parameters of an optimizer, module, tensor or list, in the user's order. Records in `fault` a parameter
-    that is not a tensor."""
+    """List the parameters of an optimizer, module, tensor or list, in the user's order. If a parameter is not a tensor,
+    records an error in `fault`."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
@@ -230,8 +230,8 @@ def _is_own(group: Group) -> bool:
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
     """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each parameter,
-    and the engine's summary of the parameter's layout. If a new tensor reuses the id of an old tensor, the cached
-    layouts are valid for the new tensor, because the key then proves that both have the same layout."""
+    and the engine's summary of the parameter's layout. A new tensor can reuse the id of an old tensor. If the keys are
+    equal all the same, both tensors have the same layout, so the cached layouts are valid for the new tensor."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
