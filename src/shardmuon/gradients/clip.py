@@ -124,8 +124,8 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Set this rank's gradients to None if the code in the `with` block raises an error. Re-raise the error, or raise an
-    ExchangeError from it. A Refused leaves the gradients unchanged, because all ranks raise it.
+    """Set this rank's gradients to None if the code in the `with` block raises an error, and re-raise the error or an
+    ExchangeError with this error as its cause. Gradients stay if the error is Refused, which all ranks raise.
 
     Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
     step then raises an error on every rank that shares these parameters, because this rank has no gradients.
