@@ -1,9 +1,9 @@
 """Audit live steps: compare a step with a dense (unsharded) reference step, and name any fault.
 
-`audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. An audit is run by `live`,
-which rebuilds the layout table and assembles whole matrices from their shards. `reference` steps them in the arithmetic
-of the live step and in exact arithmetic. `judge` compares the results, decides which differences rounding explains, and
-finds the cause of all others.
+`audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module `live` runs an
+audit: it rebuilds the layout table and assembles whole matrices from their shards. The module `reference` computes the
+step of each whole matrix in the arithmetic of the live step and in exact arithmetic. The module `judge` compares the
+results, decides which differences rounding explains, and finds the causes of the other differences.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
 def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
-    """Audit the optimizer's next step against a dense reference. Every rank that shares parameters must call `audit`.
+    """Request an audit of the optimizer's next step against a dense reference. All ranks that share parameters,
+    directly or through other ranks, must call `audit`.
 
     Args:
-        optimizer: The `shardmuon.Muon` whose next `step()` is audited. That step does not raise for findings.
-        samples: Number of matrices compared in each group of ranks that shares parameters. Later audits sample
+        optimizer: The `shardmuon.Muon` whose next `step()` is audited. That step raises no error for findings.
+        samples: Number of matrices to compare in each set of ranks that shares parameters. Successive audits sample
             different matrices.
 
     Returns:
-        The pending audit. Its `report` is available after the step, and is the same on every rank.
+        The pending audit. Its `report` is available after the step and is the same on all of these ranks.
 
     Raises:
-        ValueError: `samples` is not positive, or DeepSpeed steps the optimizer.
+        ValueError: `samples` is not a positive int, or DeepSpeed steps the optimizer.
 
     Examples:
         >>> import torch

@@ -1,42 +1,46 @@
 """Judge the step of one matrix: the update of its weights, its momentum, and the values that a variant's stages store.
+A variant, such as NorMuon, adds stages to the step of a matrix.
 
 [Note: two comparisons]
-    First, the applied update is compared with the dense result: the same arithmetic, run on the whole matrix. Only the
-    order of sums may differ, so the two are nearly always bitwise equal. This finds faults in the inputs, the
-    communication, the scale and the update of the weights. Second, the dense result is compared with exact arithmetic,
-    which finds a faulty orthogonalizer. How much rounding may change either result is measured on the matrix itself
-    ([Note: the shake]).
+    The first comparison is between the applied update and the dense result, which is the same arithmetic run on the
+    whole matrix. The two can differ only in the order of sums, so they are nearly always bitwise equal. This comparison
+    finds faults in the inputs, the communication, the scale and the update of the weights. The second comparison is
+    between the dense result and exact arithmetic. It finds a faulty orthogonalizer. The audit measures on the matrix
+    itself how much rounding can change either result ([Note: the shake]).
 
 [Note: the shake]
     The same arithmetic runs on several slightly perturbed ("shaken") versions of the input. The spread of the results
-    shows how large a difference rounding can explain for this matrix. No theory of dtypes, methods, schedules or
-    spectra is needed. A spacing is the distance between neighboring floating point numbers.
+    shows how large a difference rounding can explain for this matrix, so the audit needs no theory of dtypes, methods,
+    schedules or spectra. A spacing is the distance between neighboring floating-point numbers.
 
-    Perturbations for the live step: rows and columns are permuted, which reorders the sums; a few elements move by one
-    spacing; and all elements are scaled together by a few spacings of fp32 (at most `_TOGETHER`). The scaling is needed
-    in two cases. A live stage may divide by norms once where the dense stage divides twice. And if all elements are
-    equal (a matrix of ones), they round alike, so that a permutation changes nothing, although batched sums, which are
-    split differently, do change. Each result is applied to the weights as in the step, so the spread includes the
-    rounding in a variant's stages and in low-precision weights.
+    For the comparison with the live step, each run permutes rows and columns, which reorders the sums; moves a few
+    elements by one spacing; and scales all elements together by at most `_TOGETHER` spacings of fp32. The scaling is
+    needed in two cases. First, a live stage can divide by norms once where the dense stage divides twice. Second, if
+    all elements are equal (a matrix of ones), they all round in the same way, so a permutation changes no sum, whereas
+    the live step can split its batched sums differently and get other results. Each run also applies its result to the
+    weights as the step does, so the spread includes the rounding in a variant's stages and in low-precision weights.
 
-    Perturbations for the comparison with exact arithmetic: each element moves by up to a spacing, so that every product
-    rounds differently, and the matrix gets a border that is zero except for two corners. The border enlarges the norm
-    by up to `_LONGER`, so that elements round differently even if all are equal (a matrix of ones). The effect of the
-    larger norm is known from exact arithmetic, and only the remaining error counts. (The border is on all sides. So an
-    orthogonalizer that mirrors its result is compared with the same mirrored result, not with a shifted one.)
+    For the comparison with exact arithmetic, each run moves every element by up to one spacing, so that every product
+    rounds differently. It also adds a border to the matrix that is zero except for two corners. The border makes the
+    norm larger by a relative amount of up to `_LONGER`, so that elements round differently even if all are equal (a
+    matrix of ones). Exact arithmetic gives the effect of the larger norm, and only the remaining error counts. The
+    border surrounds the matrix, so that an orthogonalizer that mirrors its result is compared with the same mirrored
+    result, not with a shifted one.
 
-    The Newton-Schulz steps amplify rounding where a singular value is nearly zero: results may differ completely in
-    that direction and hardly at all in others. So a difference is measured along each left singular vector of the
-    reference. Its length in that direction is divided by the root mean square of the lengths of the differences that
-    shaking causes. The largest of these ratios counts, relative to the largest such ratio for the result itself. In
-    each direction, an error of at least one spacing of the result is assumed.
+    The Newton-Schulz steps amplify rounding where a singular value is nearly zero: results can differ completely in the
+    direction of that singular value and hardly at all in other directions. So a difference is measured along each left
+    singular vector of the reference. In each direction, the length of the difference is divided by the root mean square
+    of the lengths of the differences that shaking causes. Only the largest of these ratios counts. It is divided by the
+    largest ratio that the same calculation gives for the result itself. In each direction, the rounding error is taken
+    to be at least one spacing of the result.
 
 [Note: naming a fault]
-    Known faults are simulated. A guess is the name of a fault, a description, and the (rows, cols) fp64 weights that a
-    step with this fault would produce. It explains the wrong update if only a small fraction remains unexplained, both
-    of the update and of its difference from the dense reference, measured by direction as in [Note: the shake]. The
-    first guess that leaves almost nothing unexplained names the fault. If there is none, the guess that leaves the
-    least does.
+    The audit simulates known faults. A guess consists of the name of a fault, a description, and the (rows, cols) fp64
+    weights that a step with this fault would produce. A guess explains the wrong update if it leaves only a small
+    fraction of the update unexplained, and only a small fraction of the update's difference from the dense reference.
+    Both fractions are measured by direction, as in [Note: the shake]. The first guess that leaves almost nothing
+    unexplained names the fault. If no guess leaves so little, the guess that leaves the least unexplained names the
+    fault.
 """
 
 from __future__ import annotations
@@ -59,21 +63,21 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Kept = Mapping[str, Tensor]  # key of a stage -> values that it stores
+_Kept = Mapping[str, Tensor]  # key of a stage -> values that the stage stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # dict key for the norm of the weights; other keys belong to stages that store values
-_FIRST, _ALL = 2, 16  # numbers of perturbed runs: at first, and before a fault is reported
+_NORM = "norm"  # dict key of the norm of the weights; all other keys belong to stages that store values
+_FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
 _TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
-_BLIND = 0.5  # if the allowed difference is larger, a correct update cannot be distinguished from a wrong one
-_SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest ones most
-_FEW = 4  # number of elements that move by one spacing, as they would if sums had another order
-_TOGETHER = 64  # maximum number of spacings by which all elements move together; with only 4, many runs round equally
+_BLIND = 0.5  # largest allowed difference at which a correct update can still be distinguished from a wrong one
+_SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest values most
+_FEW = 4  # number of elements that a perturbed run moves by one spacing, as a different order of sums would
+_TOGETHER = 64  # maximum number of spacings by which all elements move together; at 4, many runs would round equally
 _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
-_OWN = 1e-9  # relative error of the reference itself, which loses small values by squaring them in a Gram matrix
-_CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which allows two of these
+_OWN = 1e-9  # relative error of the reference, which squares singular values in a Gram matrix and so loses small values
+_CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which doubles this number
 _EPS = torch.finfo(torch.float32).eps
-_ROUNDINGS = 4  # roundings of a norm: the norm, the stored value, the factor, and its product with an element
+_ROUNDINGS = 4  # a norm, its stored value, the factor from it, and the factor times an element are each rounded once
 _Guess = tuple[str, str, Tensor]
 
 
@@ -81,12 +85,12 @@ class _StepWith(NamedTuple):
     """The step of one matrix, computed from a given result of the orthogonalizer.
 
     Attributes:
-        staged: (rows, cols) fp64 update, after all stages that change it.
-        updated: Weights before the stages that change weights, in the weights' dtype.
-        after: Weights after these stages, in fp64.
-        factor, on_weights: Factors by which the stages after the orthogonalizer scale the update, and by which the
-            weight stages scale the weights.
-        numbers: Values that stages store after the step, and the norm of the weights if a stage controls it.
+        staged: (rows, cols) fp64 update, after all stages that change updates.
+        updated: (rows, cols) weights after the update and before the stages that change weights, in the weights' dtype.
+        after: (rows, cols) fp64 weights after the stages that change weights.
+        factor: Factor by which the stages after the orthogonalizer scale the update.
+        on_weights: Factor by which the stages on weights scale the weights.
+        numbers: Values that stages store after the step, and the norm of the weights if a stage controls that norm.
     """
 
     staged: Tensor
@@ -98,28 +102,29 @@ class _StepWith(NamedTuple):
 
 
 class _Evidence:
-    """One whole matrix before and after a step, the arithmetic of that step, and the dense step computed from them.
+    """One whole matrix before and after a live step, the arithmetic of that step, and the dense reference step.
 
     Args:
-        row: The matrix's row of the report; `judge` fills it in.
+        row: The matrix's row of the report; `judge` fills in the results.
         arithmetic: The arithmetic of the matrix's step.
-        blocks: Rectangles of the matrix that are each stored on one rank.
+        blocks: Rectangles of the matrix, each stored on one rank.
         whole: Quantity -> (2, n) fp64 values before and after the step. Quantities are "weights", "momentum",
             "gradient", and the key of each stage that stores values.
 
     Attributes:
         before, after: The quantities before and after the step: matrices as (rows, cols), values of stages as (n,).
         findings: Faults found so far.
-        wrong: Faults whose causes are still unknown. Their names are those that apply if no known cause is found.
-        momentum, given: Expected momentum after the step, and the orthogonalizer's input before any stage.
-        fed: The orthogonalizer's input after the stages that precede it.
+        wrong: Faults whose causes are still unknown. Each has the name that it keeps if no known cause is found.
+        momentum: Expected momentum after the step, (rows, cols).
+        given: The orthogonalizer's input before any stage, (rows, cols).
+        fed: The orthogonalizer's input after the stages that run before the orthogonalizer, (rows, cols).
         reference: The reference in exact arithmetic.
         exact: The reference's result, (m, n) fp64, in the basis of the reference's left singular vectors.
         dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the live step.
         step: The step of the weights computed from `dense`.
         update: The orthogonalizer's result, recovered from the live weights before and after the step.
-        arrived: The orthogonalizer's result, recovered in the same way from the weights of `step`. It is `dense` with
-            the precision that the weights can represent.
+        arrived: The orthogonalizer's result, recovered from the weights of `step` as `update` is from the live weights.
+            It equals `dense` up to the precision of the weights.
     """
 
     def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> None:
@@ -130,7 +135,7 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            if not self.before[key]:  # not stored yet, or 0: the step uses the norm of the weights
+            if not self.before[key]:  # without a stored norm, or if it is 0, the step uses the norm of the weights
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
@@ -151,14 +156,15 @@ class _Evidence:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update, or its effect, differs from the dense result. The cause is determined later."""
+        """Record that the update or its effect differs from the dense result. `find_cause` later determines why."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
     # --------------------------------------------------------------------------------------------- the dense step
 
     def run(self) -> None:
-        """Compute the dense reference step twice: in the arithmetic of the live step, and in exact arithmetic."""
+        """Compute the dense reference step in the arithmetic of the live step, and the orthogonalizer's result in exact
+        arithmetic."""
         self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         self.dense = self.arithmetic.orthogonalized(self.fed)
@@ -166,8 +172,12 @@ class _Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a result of the orthogonalizer, (rows, cols) fp64, including stages, weight decay and
-        rounding. `factor` replaces the factor that the stages after the orthogonalizer would compute."""
+        """Step the weights with a given result of the orthogonalizer, including stages, weight decay and rounding.
+
+        Args:
+            result: The orthogonalizer's result, (rows, cols) fp64.
+            factor: Replacement for the factor that the stages after the orthogonalizer would compute.
+        """
         a, kept = self.arithmetic, self.before
         if factor is None:
             factor, _, kept = a.staged(AfterStage, result, kept)
@@ -178,7 +188,7 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Return the values that stages store, and the norm of the weights if a stage controls it."""
+        """Return the values that stages store, and the norm of the weights if a stage controls that norm."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
@@ -191,15 +201,19 @@ class _Evidence:
     # ------------------------------------------------------------------------------------------------- the shake
 
     def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
-        """Return the results of the first `count` runs with a kind of perturbation, cached. See [Note: the shake]."""
+        """Return the results of `count` perturbed runs ([Note: the shake]). The function `shake` does one run with a
+        seeded generator. Runs are cached, so only new runs are computed."""
         runs: list[_T] = self._runs[shake.__name__]
         runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
 
     def reordered(self, generator: Generator) -> tuple[Tensor, _Kept]:
-        """Run the step with permuted rows and columns and perturbed elements. Returns the length in each direction,
-        (m,), of the difference between the update and the dense update, and the values that stages store after the
-        step."""
+        """Run the dense step with permuted rows and columns and perturbed elements ([Note: the shake]).
+
+        Returns:
+            The length (m,) of the difference between this run's update and the dense update along each left singular
+            vector of the reference, and the values that stages store after the step.
+        """
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
         signs = torch.randint(2, (_FEW,), generator=generator) * 2 - 1
@@ -211,16 +225,20 @@ class _Evidence:
         return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
     def enlarged(self, generator: Generator) -> Tensor:
-        """Run the orthogonalizer with each element moved by up to a spacing, and with a larger norm. Both this run and
-        the dense result have an error against exact arithmetic. Returns the length in each direction, (m,), of the
-        difference between the two errors."""
+        """Run the orthogonalizer with each element moved by up to one spacing, and with a larger norm ([Note: the
+        shake]).
+
+        Returns:
+            The length (m,), along each left singular vector of the reference, of the difference between two errors
+            against exact arithmetic: the error of this run and the error of the dense result.
+        """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # the least divisor with "torch"
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # smallest divisor of method "torch"
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]
@@ -228,16 +246,16 @@ class _Evidence:
         return _lengths(difference + less.to(difference))
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """Express a matrix in the basis of the reference's left singular vectors, in the dtype of products, or in fp32
-        if that is wider."""
+        """Express a matrix in the basis of the reference's left singular vectors. The result has the dtype of matrix
+        products, but at least the precision of fp32."""
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much updates vary over `count` reordered runs (`_beside`).
+        """Measure how much updates vary over `count` reordered runs. Returns the same pair as `_beside`.
 
-        In every direction, an error of at least one spacing of the largest weight is assumed, and, if stages store
-        values in fp32, an error of one fp32 eps of the result: a stored value is rounded up to four times, which may
-        change it by two eps, and its root scales a row or column of the result.
+        The rounding error is taken to be at least one spacing of the largest weight in every direction. If stages store
+        values in fp32, the rounding error is also taken to be at least one fp32 eps of the result: up to four roundings
+        can change a stored value by two eps, and the square root of that value scales a row or column of the result.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -247,17 +265,22 @@ class _Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm (`_beside`)."""
+        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns the same
+        pair as `_beside`."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
-        """Make a function that measures a difference relative to the differences that rounding causes, and compute the
-        largest measure that is allowed. See [Note: the shake].
+        """Compare differences with those that rounding causes ([Note: the shake]).
 
         Args:
-            lengths: For each perturbed run, the lengths (m,) of its difference in each direction.
-            expected: The result without perturbation, in the basis of the reference's left singular vectors.
-            least: Smallest rounding error to assume in any direction.
+            lengths: For each perturbed run, the length (m,) of its difference along each left singular vector of the
+                reference.
+            expected: The result without perturbation, in the basis of these vectors.
+            least: Smallest rounding error to assume along any of these vectors.
+
+        Returns:
+            A function that measures a difference relative to the differences that rounding causes, and the largest
+            measure that is allowed.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -269,25 +292,28 @@ class _Evidence:
     # ------------------------------------------------------------------------------------------- naming a fault
 
     def find_cause(self, others: Sequence[_Evidence]) -> None:
-        """Find out why the update, or the norm of the weights, differs from the dense reference step, and record the
+        """Find out why the update or the norm of the weights differs from the dense reference step, and record the
         fault ([Note: naming a fault]).
 
         Args:
-            others: Judged matrices of the same shape, with which it may have been swapped.
+            others: Judged matrices of the same shape, whose results this matrix may have received by mistake.
         """
         measure, allowed = self.spread(_ALL)
-        # An update that is far too short differs from the dense update by about the whole dense update. It is compared
-        # with its own size instead, or else any guess would explain it.
+        # An update that is far too short differs from the dense update by nearly the whole dense update. The short
+        # update is small compared with this difference, so any guess of a short update would seem to explain it. For
+        # this reason, `whole` is the difference or the size of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        wrong, least = self.wrong[0], max(allowed, 0.35 * whole)  # what a guess may leave unexplained
+        # `least` is the largest part of the wrong update that a guess may leave unexplained
+        wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
-        # if the weights' norm is wrong, a guess may leave half of its error
+        # if the norm of the weights is wrong, a guess must explain at least half of the norm's error
         most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
         frozen = "frozen", "no weight changed, with a gradient and a learning rate", self.before["weights"]
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
         stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
         for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
-            left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)  # less is almost nothing
+            # parts below 3% count as 3%, so that the first guess that leaves so little unexplained names the fault
+            left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)
             if left < least and (after.norm() - norm).abs() <= most:
                 least, name, found = left, guess, text
         self.findings.append(Finding.of(name, wrong.where, f"{wrong.found}: {found}", wrong.allowed))
@@ -301,8 +327,10 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 
 
 def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> _Evidence:
-    """Compare the step of one matrix with the reference. `find_cause` later names a wrong update.
-    The arguments are the same as for `_Evidence`."""
+    """Compare the step of one matrix with the reference.
+
+    The arguments are those of `_Evidence`. If the update is wrong, call `find_cause` on the result to name the fault.
+    """
     e = _Evidence(row, arithmetic, blocks, whole)
     values = {what: e.before[what] for what in _MATRICES}
     values["updated weights"] = e.after["weights"]
@@ -331,8 +359,8 @@ def _judge_momentum(e: _Evidence) -> None:
     stored = e.arithmetic.stored
     # Storing the momentum rounds each element once, by at most one eps. 8-bit codes ([Note: 8-bit codes] in
     # momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. For a block of
-    # 128 elements, of which one is large, that is at most 2 / 127 * sqrt(6.2) of the block's norm. In addition, the
-    # gradient and the two terms of the momentum's update are rounded to the momentum's dtype.
+    # 128 elements, of which one is large, the spacings have a norm of at most 2 / 127 * sqrt(6.2) times the block's
+    # norm. In addition, the gradient and the two terms of the momentum's update are rounded to the momentum's dtype.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
@@ -342,9 +370,12 @@ def _judge_momentum(e: _Evidence) -> None:
 
 
 def _judge_norm_before(e: _Evidence) -> None:
-    """Compare stored norms with the norms of the weights before the step. Multiplying half-precision weights by a
-    factor near 1 may have no effect, because of rounding. So the norms may differ as if each element were off by half a
-    spacing, all in the same direction, and by half a spacing more because the update is rounded, too."""
+    """Compare stored norms with the norms of the weights before the step.
+
+    Rounding can undo the multiplication of half-precision weights by a factor near 1. So the allowed difference
+    corresponds to an error of one spacing in each element, all in the same direction: half a spacing for the rounding
+    of this product, and half a spacing for the rounding of the update.
+    """
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
     for stage in e.arithmetic.weight_stages:
@@ -358,7 +389,7 @@ def _judge_norm_before(e: _Evidence) -> None:
 
 
 def _judge_still(e: _Evidence) -> None:
-    """Check a step that applies no update: weights may decay, but must not change otherwise."""
+    """Check a step that applies no update: the weights may change only by weight decay and by stages on weights."""
     before, after = e.before["weights"], e.after["weights"]
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
     roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if e.arithmetic.weight_stages else 0.0)
@@ -372,10 +403,10 @@ def _judge_still(e: _Evidence) -> None:
 
 
 def _judge_prepared(e: _Evidence) -> None:
-    """Compare the orthogonalizer's input that the code of the live stages computes with the stages' formulas."""
+    """Compare the orthogonalizer's input, as the code of the live stages computes it, with the stages' formulas."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # each stage rounds its factor once, and the product of the factor with an element once
+    # each stage rounds twice: its factor, and the product of the factor and an element
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -386,7 +417,7 @@ def _judge_prepared(e: _Evidence) -> None:
 
 
 def _judge_dense(e: _Evidence) -> None:
-    """Compare the dense result with exact arithmetic, unless rounding could explain any result."""
+    """Compare the dense result with exact arithmetic, unless rounding alone could explain a completely wrong result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
         e.check(
@@ -399,8 +430,8 @@ def _judge_dense(e: _Evidence) -> None:
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
-    """Return the measured and the allowed difference. Only a few perturbed runs are used if they explain the difference
-    already; otherwise all are."""
+    """Return the measured and the allowed difference. Runs all perturbed runs only if the first few do not explain the
+    difference."""
     found = allowed = 0.0
     for count in (_FIRST, _ALL):
         measure, allowed = spread(count)
@@ -411,13 +442,13 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: _Evidence) -> None:
-    """Compare the values that stages store after the step with the stages' formulas and, if a stage controls the norm
-    of the weights, compare the norm with that of the dense step."""
+    """Compare the values that stages store after the step with the stages' formulas. If a stage controls the norm of
+    the weights, compare that norm with the norm after the dense step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # error from rounding a mean of squares and its running average, or a norm, to fp32
+        # allow for the rounding of a mean of squares and its running average, or of a norm, to fp32
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)
@@ -437,8 +468,8 @@ def _judge_numbers(e: _Evidence) -> None:
 
 
 def _judge_update(e: _Evidence) -> None:
-    """Compare the applied update with the dense update. If the weights are bitwise equal, the report's row has a
-    difference of 0, and the limit from the comparison with exact arithmetic."""
+    """Compare the applied update with the dense update. If live and dense weights are bitwise equal, the matrix's row
+    of the report gets a difference of 0 and the limit of the comparison with exact arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:
@@ -456,7 +487,8 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()  # accurate to the square root of eps
+        # These singular values come from a Gram matrix, so they are accurate only to about sqrt(eps).
+        applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
         fits = least - _SLACK <= lowest and highest <= most + _SLACK
@@ -465,7 +497,7 @@ def _judge_update(e: _Evidence) -> None:
 
 def _along(update: Tensor, expected: Tensor) -> float:
     """Compute the length of `update` in the direction of `expected`, relative to the length of `expected`. Rounding
-    errors have no common direction, so they hardly change it."""
+    errors have no common direction, so they hardly change this length."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0
 
@@ -474,8 +506,8 @@ def _along(update: Tensor, expected: Tensor) -> float:
 
 
 def _parts(e: _Evidence) -> dict[str, list[_Block]]:
-    """List parts of the matrix that a faulty step may have mistaken for the whole: its shards and its halves. A kind of
-    part is listed only if there are at least two."""
+    """List the parts of the matrix that a faulty step may have mistaken for the whole matrix: its shards, the halves of
+    its rows, and the halves of its columns. A kind of part is omitted if fewer than two such parts have elements."""
     rows, cols = e.shape
     cuts = {
         "shards": e.blocks,
@@ -487,8 +519,8 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses about stages that preserve the norm of the weights: the norm of a shard or half was used, and
-    perhaps stored, instead of the norm of the whole matrix; or a stage did not run."""
+    """Yield guesses about stages that preserve the norm of the weights. Either a stage did not run, or it used the norm
+    of a shard or half, and perhaps stored that norm, instead of the norm of the whole matrix."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:
@@ -511,7 +543,7 @@ def _of_stages(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses in which the update has the right direction but a wrong length."""
+    """Yield guesses in which the update has the right direction but a wrong length, or is clamped."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         scale = lr_scale(e.settings.adjust_lr_fn, m, n)
@@ -526,12 +558,13 @@ def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses in which parts of the matrix were orthogonalized separately, or swapped."""
+    """Yield guesses in which parts of the matrix were orthogonalized separately or swapped with each other."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = e.arithmetic.orthogonalized(e.fed[block])
-            result[block] = _along(e.update[block], own) * own  # the scale may come from the block's own shape
+            # the length of the update is fitted, because a faulty step may compute the scale from the block's shape
+            result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
     for i, at in enumerate(e.blocks):
@@ -545,8 +578,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
-    """Yield guesses in which the matrix got another matrix's result, was transposed, had a wrong input, or was not
-    orthogonalized."""
+    """Yield guesses in which the matrix received the result of another matrix, the transpose of its own result, or the
+    result for a wrong input, or in which it was not orthogonalized."""
     for other in others:
         if other is not e and other.row.compared:
             yield "results_swapped", f"it is the update of {other.row.name}", other.dense

@@ -1,20 +1,22 @@
-"""One audit of a live step: read the state before the step, gather the state after it, and make the same report on all
-ranks.
+"""Audit of one live step: read the state before the step, gather the state after the step, and make the same report on
+all ranks.
 
 [Note: order of collectives]
     A component is all ranks that share parameters, directly or through other ranks. Before the step, all ranks of the
-    component rebuild the layout table of Muon's parameters, with the same code that made the plan's table. Then sets of
-    ranks that share parameters are processed, smallest first. Before the step, each set does one gather, to agree on
-    which matrices its ranks could read. After the step, it does one exchange per sampled matrix, and one gather of
-    fingerprints. Finally, all ranks of the component share their findings.
-    An exception that may be raised on one rank only is caught and becomes a finding, so that this rank still takes part
-    in every collective.
+    component rebuild the layout table of Muon's parameters, with the same code that made the plan's table. Then the
+    sets of ranks that share parameters take turns, smallest set first: the ranks of each set gather once, to agree on
+    the matrices that all of them could read. After the step, each sampled matrix takes one exchange between the ranks
+    that store its parts. Then the ranks of each set gather fingerprints of their replicas. Finally, all ranks of the
+    component share their findings.
+
+    An exception that can occur on a single rank is caught and becomes a finding, so that this rank still takes part in
+    every collective.
 
 [Note: whole matrices]
-    They are assembled from the shards on their ranks, independently of the plan and of the code that executes it. The
-    layout comes from the newly built table. A matrix consists of the elements of the logical tensor at given indices in
-    each dim, and each index adds a fixed amount to the element's row-major position in the matrix. So the positions of
-    the elements that a rank stores can be computed dim by dim.
+    A whole matrix is assembled from the shards of all ranks that store a part of the matrix. Assembly does not use the
+    plan or the code that executes the plan; the layout comes from the newly built table. A matrix consists of the
+    elements of the logical tensor at given indices in each dim, and each index adds a fixed amount to the element's
+    row-major position in the matrix. So the positions of the elements that a rank stores can be computed dim by dim.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ from shardmuon.variants import keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and values, (n,) in fp64
-_NO_GRADIENT = "no gradient"  # initial status of a row, which changes when the matrix is judged
+_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and its (n,) fp64 values
+_NO_GRADIENT = "no gradient"  # initial status of a row of the report; judging the matrix replaces this status
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose `samples` of `count` matrices for the audit with this number. Successive audits cycle through all
-    matrices."""
+    """Choose `samples` of `count` matrices for audit `number`. Successive audits cycle through all matrices. Returns
+    the matrices' indices."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
@@ -66,8 +68,10 @@ class _Sample:
     """A sampled matrix, with its state before the step.
 
     Attributes:
-        row: The row of the report for this matrix, as far as it is known.
-        before: Quantity (such as "weights") -> its layout, and the elements that this rank sends to `target`.
+        row: The matrix's row of the report, without the results of the comparison.
+        arithmetic: The arithmetic of the matrix's step.
+        before: Quantity (such as "weights") -> the quantity's layout, and the elements that this rank sends to
+            `target`.
         target: The rank that judges the matrix.
     """
 
@@ -78,12 +82,12 @@ class _Sample:
 
 
 class StepAudit:
-    """An audit of one step. It is constructed before the step and finished after it. Both are collective among all
-    ranks that share parameters, directly or through other ranks.
+    """Audit of one step. Construct the audit before the step, and call `finish` after the step. Both calls are
+    collective over all ranks that share parameters, directly or through other ranks.
 
     Attributes:
-        samples: Number of matrices to compare in each group of ranks. 0 on a rank that audits nothing itself, but takes
-            part in the audits of other ranks.
+        samples: Number of matrices to compare in each set of ranks that shares parameters. A rank that audits nothing
+            itself has 0, but takes part in the audits of other ranks.
     """
 
     def __init__(
@@ -106,8 +110,8 @@ class StepAudit:
         self._findings.append(Finding.of(name, where, found, allowed))
 
     def _tried(self, what: str, run: Callable[..., _T], *given: Any) -> _T | None:
-        """Call `run` and return its result. If it raises an exception, record a finding and return None, because other
-        ranks wait for this rank in a collective."""
+        """Call `run` and return its result. If `run` raises an exception, record a finding and return None, because
+        this rank must still join the other ranks in the next collective."""
         try:
             return run(*given)
         except Exception as error:
@@ -122,13 +126,14 @@ class StepAudit:
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
     def _look_at_model(self) -> None:
-        """Find parameters for which the optimizer steps a copy that differs from the model's weights."""
+        """Report parameters for which the optimizer steps a copy that differs from the model's weights."""
         for name in self._optimizer.unlike_model():
             found = f"on rank {self._rank} what is stepped in its place are not its weights"
             self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
 
     def _look_at_routing(self) -> None:
-        """Find parameters that are in another group than the routing table says. There may be no routing table."""
+        """Report parameters whose group is not the one that the routing table names. The routing table can be
+        empty."""
         goes = {
             name: ("Muon" if group["use_muon"] else "AdamW", index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -145,8 +150,8 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """Rebuild the layout table of Muon's parameters, and compare it with the table from which the plan was made.
-        Returns None if the ranks do not agree on a table. Collective."""
+        """Rebuild the layout table of Muon's parameters, and compare this table with the table from which the plan was
+        made. Returns None if the ranks do not agree on a table. Collective over the component."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -164,11 +169,11 @@ class StepAudit:
         return table
 
     def _listed(self) -> list[Listed]:
-        """List Muon's parameters that are in the optimizer's groups now.
+        """List Muon's parameters that are now in the optimizer's groups.
 
         Raises:
-            ValueError: The plan has another number of parameters, or a parameter is shared with ranks that take no part
-                in this step.
+            ValueError: The plan has a different number of parameters, or a parameter is shared with ranks that take no
+                part in this step.
         """
         core, component = self._optimizer, self._binding.component
         options = core.options.read(core.param_groups)
@@ -181,25 +186,26 @@ class StepAudit:
         return listed
 
     def _stale(self, where: str, text: str) -> None:
-        """Record that the step used an outdated plan, made for other parameters."""
+        """Record that the step used an outdated plan, which was made for different parameters or layouts."""
         self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
 
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """Yield each quantity of a parameter: its name, its layout, and the part that this rank stores, or None. The
-        names are "weights", "momentum", "gradient", and the key of each stage that stores values."""
+        """Yield the name and layout of each quantity of a parameter, and the part of the quantity that this rank
+        stores (None if absent). The names are "weights", "momentum", "gradient", and the key of each stage that stores
+        values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decoded, if 8-bit
-        yield "gradient", layout, self._proposal.grads[number]  # redistributed, if the step needs that
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # 8-bit momentum is decoded
+        yield "gradient", layout, self._proposal.grads[number]  # redistributed to the parameter's layout if necessary
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Read this rank's current elements of a matrix, to send them to the rank that judges it, by quantity."""
+        """Read the elements that this rank sends to the rank that judges a matrix, for each quantity of the matrix."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = _sent_by(layout, matrix, self._rank)
@@ -208,8 +214,8 @@ class StepAudit:
         return found
 
     def _prints(self, numbers: Sequence[int]) -> dict[tuple[int, str, tuple[Piece, ...]], int]:
-        """Compute fingerprints (hashes) of every replicated quantity that this rank stores. The keys are (index of the
-        parameter in `numbers`, quantity, stored pieces)."""
+        """Compute a fingerprint (hash) of each replicated quantity that this rank stores. The keys are (index in
+        `numbers` of the parameter, name of the quantity, pieces that this rank stores)."""
         prints = {}
         for at, number in enumerate(numbers):
             for what, layout, stored in self._stored(number):
@@ -221,14 +227,15 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Choose matrices from those that this set of ranks shares, and copy the values that the step will change."""
+        """Choose some of the matrices that this set of ranks shares, and copy the values that the step will change.
+        Collective over `ranks`."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
         chosen = [items[at] for at in _choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
-            # All matrices of one shape are judged by the same rank, which can then find out if they were swapped.
+            # All matrices of one shape are judged by the same rank, so that this rank can detect swapped results.
             target = ranks[(shapes.index(shape) + self._schedule.num_audits) % len(ranks)]
             read.append(self._tried(self._params[number].name, self._read, number, matrix, target))
         told = gather([None if one is None else self._has_gradient(one) for one in read], ranks)
@@ -250,19 +257,19 @@ class StepAudit:
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
         """Return a list with one bool: True if this rank has a gradient for its part of a matrix. The list is empty if
-        this rank stores no part."""
+        this rank stores no part of the matrix."""
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
         """Read this rank's part of a matrix before the step. Returns None if the plan divides the parameter into
-        matrices in another way."""
+        different matrices than the newly built layout table."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None
         item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._sets) > 1:
-            name += f" (rank {self._rank})"  # other ranks may have a parameter of the same name
+            name += f" (rank {self._rank})"  # other ranks can have a parameter of the same name
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         status = next((f"not checked: {stage}" for stage in arithmetic.unchecked), _NO_GRADIENT)
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)
@@ -306,7 +313,7 @@ class StepAudit:
         )
 
     def _count_runs(self) -> None:
-        """Compare the number of matrices that this rank has orthogonalized with the number in the plan."""
+        """Compare the number of matrices that this rank orthogonalized in the step with the number in the plan."""
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
         planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
         if found != planned:
@@ -318,7 +325,8 @@ class StepAudit:
             )
 
     def _judge_samples(self) -> None:
-        """Assemble the sampled matrices, and judge those whose target is this rank."""
+        """Assemble the sampled matrices, and judge the matrices that are assembled on this rank. Collective over the
+        ranks of each matrix."""
         judged = []
         for sample in self._taken:
             name, (number, matrix) = sample.row.name, sample.row.order
@@ -337,7 +345,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Find replicas whose values differ. Collective among `ranks`."""
+        """Report replicas whose values differ. Collective over `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key
@@ -360,8 +368,8 @@ class _Part(NamedTuple):
     """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: For each non-empty piece of the tensor that the rank stores, the indices of the elements in each dim of
-            the rank's storage.
+        sources: For each piece of the tensor that the rank stores and that has elements of the matrix: the indices of
+            these elements in each dim of the rank's storage.
         places: (n,) int64 row-major positions of the elements in the matrix.
     """
 
@@ -369,14 +377,14 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read these elements from `storage`: the rank's weight, gradient or momentum."""
+        """Read the elements from `storage`, the rank's local weights, gradient, momentum or values of a stage."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])
 
 
 def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """Find the elements of matrix `number` in the given pieces of the tensor."""
+    """Find the elements of matrix `number` in the pieces `held` of the tensor."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)
@@ -394,7 +402,8 @@ def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
 
 
 def _sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
-    """Find the elements of matrix `number` that `rank` sends. Of several ranks with replicas, only the lowest sends."""
+    """Find the elements of matrix `number` that `rank` sends to the rank that judges the matrix. Only the first of
+    several ranks with the same piece sends elements."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return _part_of(layout.view, number, held)
 
@@ -414,12 +423,13 @@ def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
-    """Compute the outer sum of 1-D tensors (all sums of one value from each), flattened in row-major order."""
+    """Compute the outer sum of 1-D tensors (all sums of one value from each tensor), flattened in row-major order."""
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 
 def _block_of(places: Tensor, cols: int) -> _Block | None:
-    """Return the rectangle of a matrix that consists of exactly these positions, or None if they form no rectangle."""
+    """Return the rectangle of a matrix that consists of exactly these row-major positions, or None if the positions do
+    not form a rectangle. `cols` is the number of columns of the matrix."""
     if not len(places):
         return None
     (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))
@@ -429,14 +439,16 @@ def _block_of(places: Tensor, cols: int) -> _Block | None:
 
 def _collect(
     number: int,
-    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # (2, n): values that this rank sends, before and after the step
+    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # quantity -> layout, (2, n) values before and after the step
     target: int,
 ) -> tuple[dict[str, Tensor], list[_Block]]:
-    """Gather all quantities of a whole matrix on rank `target`. Collective among the parameter's ranks.
+    """Gather all quantities of a whole matrix on rank `target`. Collective over the parameter's ranks.
 
-    Returns each quantity as (2, elements), before and after the step, and the rectangles of the matrix that are each
-    stored on one rank. Shards that are not rectangles, such as parts of conv kernels, are left out. Both results are
-    empty on other ranks. A rank that cannot read its values sends NaN."""
+    Returns:
+        Each quantity as (2, elements), before and after the step, and the rectangles of the matrix, each stored on one
+        rank. Shards that are not rectangles, such as parts of convolution kernels, are omitted. Both results are empty
+        on all ranks but `target`. Values are NaN if a rank could not read them.
+    """
     view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
     places = [[_sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]
     came = [torch.cat([part.reshape(-1) for _, part in parts.values()])]

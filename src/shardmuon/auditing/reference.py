@@ -1,18 +1,18 @@
 """Compute the step of one whole (unsharded) matrix: once in the same arithmetic as the live step, and once in exact
 arithmetic.
 
-The live step and the dense step in the same arithmetic may differ only in the order of sums, where a product rounds
-differently at different positions in a batch ([Note: equal bits in batches] in orthogonalize/__init__.py). Both use the
-same orthogonalizers, so only the comparison with exact arithmetic (`Reference`) can find a broken orthogonalizer. This
-module uses no code of the plan, buckets, exchange, momentum or update. The stages of variants are implemented from the
-papers, not from the stages' code.
+In the same arithmetic, the dense step can differ from the live step only in the order of sums, because a product can
+round differently at different positions in a batch ([Note: equal bits in batches] in orthogonalize/__init__.py). Both
+steps use the same orthogonalizers, so only the comparison with exact arithmetic (`Reference`) can find a broken
+orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
+momentum and the weights. It implements the stages of variants from the papers, not from the stages' code.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
     to a s + b s^3 + c s^5. So all steps together apply one odd function p to the singular values of X / ||X||_F, and
     p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s. The ratio r is computed as a product, without a division.
-    So one symmetric eigenproblem, of the size of the short side, gives the update, the range of its singular values and
-    the polar factor.
+    So one symmetric eigenproblem, whose size is the length of the matrix's short side, gives the update, the range of
+    the update's singular values and the polar factor.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ _Kept = Mapping[str, Tensor]  # key of a variant's stage -> values that the stag
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Everything that determines how the step of one matrix is computed (options, orthogonalizer, device and dtypes),
-    and the parts of that step.
+    """The arithmetic of one matrix's step: the options, orthogonalizer, device and dtypes that determine the step's
+    result, and methods that compute its parts.
 
     Attributes:
         settings: Options of the matrix's parameter group.
         choice: Orthogonalization method, with its options.
         products: Dtype to which matrix products are rounded.
-        wire: Dtype in which the orthogonalizer's input and result are sent between ranks; both are rounded to it.
+        wire: Dtype in which ranks send the orthogonalizer's input and result to each other. Both are rounded to this
+            dtype.
         weights, gradient: Dtypes of the parameter and of its gradient.
         momentum: Dtype in which the momentum is computed.
         stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
-        device: Device on which the matrix is orthogonalized; None for the device of the matrix.
-        rounding: Random bits for stochastic rounding of half-precision weights, and the index of the matrix in its
-            parameter. None if weights are rounded to nearest.
+        device: Device on which the matrix is orthogonalized; None for the device that stores the matrix.
+        rounding: Stream of random bits for stochastic rounding of half-precision weights, and the index of the matrix
+            in its parameter. None if weights are rounded to nearest.
     """
 
     settings: Settings
@@ -80,7 +81,7 @@ class Arithmetic:
 
     @property
     def unchecked(self) -> list[str]:
-        """Names of the stages for which there is no formula."""
+        """Names of the stages for which this module has no formula."""
         return [type(stage).__name__ for stage in self.settings.stages if type(stage) not in _FORMULAS]
 
     @property
@@ -94,21 +95,21 @@ class Arithmetic:
 
     def momentum_after(
         self,
-        buffer: Tensor,  # (rows, cols) momentum before the step; it and `grad` may have a wider dtype than live tensors
-        grad: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # (rows, cols) each; the second of dtype `wire`
-        """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before
-        stages.
+        buffer: Tensor,  # (rows, cols) momentum before the step, in any dtype at least as wide as the live dtype
+        grad: Tensor,  # (rows, cols) gradient, in any dtype at least as wide as the live dtype
+    ) -> tuple[Tensor, Tensor]:  # (rows, cols) each, in the dtypes `momentum` and `wire`
+        """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before any
+        stage has run.
 
-        Both are bitwise equal to the live step's, because the bits of a `lerp` do not depend on how a tensor is
-        sharded.
+        Both are bitwise equal to the values in the live step, because the bits of a `lerp` do not depend on how a
+        tensor is sharded.
         """
         s, grad = self.settings, grad.to(self.gradient).to(self.momentum)
         after = torch.lerp(buffer.to(self.momentum), grad, 1 - s.momentum)
         return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(self.wire)
 
     def prepared(self, fed: Tensor) -> Tensor:  # (rows, cols)
-        """Apply the live code of the stages that run before the orthogonalizer to its input."""
+        """Run the stages that precede the orthogonalizer, with their live code, on the orthogonalizer's input."""
         before = [stage for stage in self.settings.stages if isinstance(stage, BeforeStage)]
         if before:
             fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -120,31 +121,37 @@ class Arithmetic:
         self,
         matrix: Tensor,  # (rows, cols), any dtype
         *,
-        nudged: bool = False,  # True: do not round the input to the wire dtype, which would undo a tiny perturbation
+        nudged: bool = False,  # True: do not round the input to `wire`, because rounding would undo a tiny perturbation
     ) -> Tensor:  # (rows, cols) fp64
-        """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the wire dtype,
-        unless a stage runs on it before it is sent."""
+        """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the dtype `wire`,
+        unless a stage runs on the result before ranks send it."""
         s, c = self.settings, self.choice
-        # Stages before the orthogonalizer run after the input has been sent, so their result is not rounded to `wire`.
+        # Stages before the orthogonalizer run after ranks have sent the input, so the result of these stages is not
+        # rounded to `wire`.
         wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
         x = matrix.to(
             self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
         )
         x = x.contiguous().unsqueeze(0)
         (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-        after = any(isinstance(stage, AfterStage) for stage in s.stages)  # run before sending
+        # Stages after the orthogonalizer run before ranks send the result, so they read a result that is not rounded.
+        after = any(isinstance(stage, AfterStage) for stage in s.stages)
         result: Tensor = out if after else out.to(self.wire)
         return result.to(matrix.device, torch.float64)
 
     def staged(
         self,
-        place: type[Stage],  # BeforeStage, AfterStage or WeightStage
+        place: type[Stage],  # one of BeforeStage, AfterStage and WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # a stage that is left out
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fp64; (rows, cols)
-        """Apply the formulas of all stages that run at one place in the step. Returns their combined factor, the
-        resulting matrix (rounded after each stage as in the live step), and the values that the stages store."""
+        without: Stage | None = None,  # stage whose formula is not applied
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Apply the formulas of all stages that run at one place in the step.
+
+        Returns:
+            The combined factor of the stages (fp64), the resulting (rows, cols) matrix, rounded after each stage as in
+            the live step, and `kept`, updated with the values that the stages store.
+        """
         factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
         wide = torch.promote_types(matrix.dtype, torch.float32)
         for stage in self.settings.stages:
@@ -157,20 +164,21 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute what the stages on weights would store at first: the norm of these weights, by the stage's key."""
+        """Compute the value that each stage on weights stores in its first step: the norm of these weights. Returns
+        stage key -> norm, (1,) in fp64."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
         self,
         before: Tensor,  # (rows, cols) weights
-        update: Tensor,  # (rows, cols) as sent between ranks
+        update: Tensor,  # (rows, cols) update, rounded to `wire`
         scale: float,
     ) -> Tensor:  # (rows, cols), the weights' dtype
         """Compute the weights after an update, with weight decay and rounding as in the live step."""
         s, weights = self.settings, before.to(self.weights)
         if self.choice.method == "torch" and self.rounding is None and not s.cautious:
             update = update.to(weights.device, self.wire)
-            if update.shape[0] > update.shape[1]:  # use torch's strides: they affect how half precision is added
+            if update.shape[0] > update.shape[1]:  # use torch's strides, because half-precision results depend on them
                 update = update.mT.contiguous().mT
             return weights.mul(self._decay_factor).add_(update, alpha=-s.lr * scale)
         wide = weights.to(torch.promote_types(self.weights, torch.float32))
@@ -189,15 +197,15 @@ class Arithmetic:
         before: Tensor,  # (rows, cols) fp64
         after: Tensor,  # (rows, cols) fp64
         scale: float,
-        expected: Tensor,  # (rows, cols) fp64: decides elements for which rounding hides if cautious decay applied
+        expected: Tensor,  # (rows, cols) fp64 update; decides whether an element decayed if rounding hides the decay
     ) -> Tensor:
-        """Recover the update of a step from the weights before and after it: (decayed before - after) / lr / scale."""
+        """Recover a step's update from the weights before and after the step: (decayed before - after) / lr / scale."""
         alpha = self.settings.lr * scale
         decayed = (before * self._decay_factor).sub_(after).div_(alpha)
         if not self.settings.cautious:
             return decayed
-        # Cautious decay applies where the update and the weight have the same sign. Of the two candidates, with and
-        # without decay, at most one is consistent with this rule.
+        # Cautious decay applies only to elements whose update and weight have the same sign. Of the two candidates for
+        # an element's update, with and without decay, at most one is consistent with this rule.
         kept = (before - after).div_(alpha)
         found = torch.where(decayed * before > 0, decayed, kept)
         open_ = (decayed * before <= 0) & (kept * before > 0)
@@ -206,8 +214,9 @@ class Arithmetic:
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# A stage's formula: a function from the stage, a matrix and the values that the stage stores for it to two fp64
-# tensors. These are the factor by which the matrix is multiplied (it broadcasts to the matrix) and the new values.
+# The formula of a stage is a function of the stage, a matrix, and the values that the stage stores for the matrix. It
+# returns two fp64 tensors: the factor by which the stage multiplies the matrix (broadcast to the matrix's shape), and
+# the values that the stage stores after the step.
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +250,8 @@ _FORMULAS: dict[type[Stage], Callable[[Stage, Tensor, Tensor], tuple[Tensor, Ten
 
 
 def _norm_of(matrix: Tensor) -> Tensor:  # (1,)
-    """Compute the Frobenius norm, rounded to fp32 as if sent between ranks, and returned in fp64."""
+    """Compute the Frobenius norm in fp64 and round it to fp32, as a live step does ([Note: norms of whole matrices] in
+    step/stages.py). The result is an fp64 tensor."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.float().double().view(1)
 
@@ -255,13 +265,14 @@ class Reference:
     Args:
         matrix: (rows, cols), finite.
         coefficients: (a, b, c) of each step.
-        method: Orthogonalization method. It matters only that "torch" has a lower bound on the norm.
+        method: Orthogonalization method. Only "torch" makes a difference: it divides the matrix by at least TORCH_EPS,
+            even if the norm is smaller.
 
     Attributes:
         tall: True if the matrix has more rows than columns. All other attributes then describe its transpose.
         vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
-        coords: (m, n) normalized matrix in the basis of these vectors.
+        coords: (m, n) normalized matrix in the basis of the left singular vectors.
     """
 
     def __init__(
@@ -271,7 +282,7 @@ class Reference:
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny
         peak = x.abs().amax().clamp(min=tiny)
-        x = x / peak  # otherwise squares of tiny or huge entries could underflow or overflow
+        x = x / peak  # without this division, squares of tiny or huge entries could underflow or overflow
         least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
         x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
         values, self.vectors = torch.linalg.eigh(x @ x.T)
@@ -282,8 +293,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor p(s) / s by which all steps scale each singular direction, for a matrix that was divided
-        by `longer` times its norm."""
+        """Compute the factor p(s) / s by which all steps together scale each singular direction of a matrix that was
+        divided by `longer` times its norm."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()
@@ -292,7 +303,7 @@ class Reference:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Compute ||found - expected|| / ||expected|| in fp64; 0 for equal tensors, even if they are zero."""
+    """Compute ||found - expected|| / ||expected|| in fp64. Returns 0 for equal tensors, even if both are zero."""
     if torch.equal(found, expected):
         return 0.0
     exact = expected.double()

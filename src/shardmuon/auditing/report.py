@@ -1,4 +1,5 @@
-"""The schedule of audits, and the reports on them, which are identical on all ranks that share parameters."""
+"""The schedule of audits, and the reports on audited steps. Schedule and reports are identical on all ranks that share
+parameters."""
 
 from __future__ import annotations
 
@@ -59,11 +60,12 @@ class Finding:
 
     Attributes:
         name: Name of the fault, a key of `_REMEDIES`.
-        where: Name of the parameter (with the matrix's index if it has several), or the rank or ranks.
-        found: Text that describes the fault.
-        allowed: Text that says what would have been correct.
+        where: Name of the parameter, with the matrix's index if the parameter has several matrices, or the ranks on
+            which the fault was found.
+        found: Description of the fault.
+        allowed: Description of what would have been correct.
         remedy: Advice on what to do about the fault.
-        severity: "error", or "warning" for a finding that may be intended; warnings never raise.
+        severity: "error", or "warning" for a finding that the user may have intended. Warnings never raise an error.
     """
 
     name: str
@@ -75,7 +77,7 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
-        """Make a finding whose remedy and severity follow from the fault's name."""
+        """Make a finding, with the remedy and severity that belong to the fault's name."""
         return cls(
             name, where, found, allowed, _REMEDIES[name], "warning" if name == "update_lost_to_rounding" else "error"
         )
@@ -89,15 +91,20 @@ class MatrixRow:
     """Comparison of one matrix of the audited step with the dense reference.
 
     Attributes:
-        order: Index of the parameter among Muon's parameters, and index of the matrix in it.
+        name: Name of the parameter, with the matrix's index if the parameter has several matrices.
+        order: Index of the parameter among Muon's parameters, and index of the matrix in the parameter.
+        rows, cols: Shape of the matrix.
         owners: Ranks that orthogonalize the matrix according to the plan.
-        status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" if the audit has no formula for
-            that stage of a variant, or "inconclusive" if rounding alone could explain half of this update.
-        compared: True if there was an update to compare; otherwise the values below are 0.
-        difference, allowed: Difference between the applied update and the update of the dense reference, and its limit.
-            Both are relative to the update, in the direction in which rounding explains least of the difference
-            ([Note: the shake] in auditing/judge.py). If weights are bitwise equal, the difference is 0, and the limit
-            is that of the comparison with exact arithmetic.
+        arithmetic: Orthogonalization method and dtype of its products.
+        status: "ok", "fault", "no gradient", "zero" (an input of zeros), "lr is 0", "not checked: STAGE" if the audit
+            has no formula for that stage of a variant, or "inconclusive" if rounding alone could explain half of this
+            update.
+        compared: True if the step had an update to compare; otherwise `difference` and `allowed` are 0.
+        difference: Difference between the applied update and the update of the dense reference, relative to the update,
+            in the direction in which rounding explains least of the difference ([Note: the shake] in
+            auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
+        allowed: Largest difference that rounding can explain. If the weights after both updates are bitwise equal, this
+            is the limit from the comparison of the dense reference with exact arithmetic.
     """
 
     name: str
@@ -114,12 +121,13 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The report on one audited step.
-
-    It is identical on every rank that shares parameters with this rank, directly or through other ranks.
+    """The report on one audited step. The report is identical on all ranks that share parameters, directly or through
+    other ranks.
 
     Attributes:
-        step: Number of the step since the optimizer was constructed.
+        step: Number of the step, counted since the optimizer was constructed.
+        findings: All findings.
+        matrices: One row for each sampled matrix.
     """
 
     step: int
@@ -162,8 +170,8 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
 
 
 class AuditError(RuntimeError):
-    """Raised on every rank if an audit finds that a step did not apply Muon's update. `report` has the findings. The
-    step is complete, so the weights have changed."""
+    """Error raised on every rank if a scheduled audit finds that a step did not apply Muon's update. The attribute
+    `report` has the findings. The step is complete when this error is raised, so the weights have changed."""
 
     def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
@@ -171,20 +179,21 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """Issued for an audit's finding of severity "warning", which raises no error."""
+    """Warning for a finding of severity "warning", issued if a scheduled audit finds no errors."""
 
 
 @dataclass(eq=False)
 class AuditSchedule:
-    """A step counter that decides which steps are audited. It is equal on all ranks that share parameters.
+    """Schedule that decides which steps are audited. The schedule is equal on all ranks that share parameters.
 
     Attributes:
+        every: Number of steps from one scheduled audit to the next; None for no scheduled audits.
         num_steps: Number of steps since construction. Steps that were refused or skipped do not count.
         num_audits: Number of audits so far.
         asked: The audit that `audit()` has requested for the next step, or None.
     """
 
-    samples = 2  # matrices compared per audit in each group of ranks; each audit samples different ones
+    samples = 2  # matrices that a scheduled audit compares in each set of ranks that shares parameters
     every: int | None = None
     num_steps: int = 0
     num_audits: int = 0
@@ -192,19 +201,19 @@ class AuditSchedule:
 
     @property
     def due(self) -> int:
-        """Return the number of matrices to compare in the next step's audit; 0 if that step is not audited."""
+        """Number of matrices to compare in the next step's audit; 0 if that step is not audited."""
         if self.asked is not None:
             return self.asked.samples
         return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
 
     def due_text(self) -> str:
-        """Return a text on which ranks must agree before an audited step. It has the step's number, the number of
-        samples, and the audit's number, which determines the matrices that are sampled."""
+        """Return a string that must be equal on all ranks before an audited step. The string has the step's number, the
+        number of samples, and the audit's number, which determines the matrices that are sampled."""
         return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
 
     def deliver(self, report: AuditReport) -> None:
-        """Hand the report of a finished audit to the `PendingAudit` that requested it. If the audit was scheduled
-        instead, raise AuditError or issue warnings, in the same way on every rank."""
+        """Hand the report of a finished audit to the `PendingAudit` of the call that requested the audit. For a
+        scheduled audit, raise AuditError or issue warnings instead, in the same way on every rank."""
         asked, self.asked = self.asked, None
         if asked is not None:
             asked.found = report
@@ -215,7 +224,7 @@ class AuditSchedule:
                 warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the requested audit, which belongs to this process."""
+        """Return the state to pickle, without the requested audit, which belongs to the current process only."""
         return {**self.__dict__, "asked": None}
 
 
@@ -224,7 +233,7 @@ class PendingAudit:
     """An audit that `audit()` has requested for the next step.
 
     Attributes:
-        samples: Number of matrices compared in each group of ranks that shares parameters.
+        samples: Number of matrices compared in each set of ranks that shares parameters.
         found: The report; None before the step.
     """
 

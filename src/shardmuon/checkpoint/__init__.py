@@ -1,7 +1,7 @@
-"""Checkpoints: saving and loading whole jobs, whatever their sharding and number of ranks, and validation of state
-dicts.
+"""Checkpoints: saving and loading of whole jobs with any sharding and number of ranks, and validation of state dicts.
 
-May import `step`, and all that `step` may import. Users import this package: `from shardmuon import checkpoint`.
+This package is allowed to import the package `step` and everything that `step` is allowed to import. Users import this
+package with `from shardmuon import checkpoint`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `save` and `load` on first use, because importing torch.distributed.checkpoint takes longer than importing
+    """Import `save` and `load` on first use. They need torch.distributed.checkpoint, which takes longer to import than
     torch itself."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,16 @@
-"""Saving and loading of whole jobs with torch.distributed.checkpoint (DCP). A job can be loaded with another sharding
-or number of ranks than it was saved with.
+"""Saving and loading of whole jobs with torch.distributed.checkpoint (DCP). A job can be loaded with a different
+sharding or number of ranks than it was saved with.
 
 [Note: plain shards]
-    DCP assumes that a plain tensor is the same on every rank and writes the tensor of one rank. So all but one of the
-    shards of tensor parallelism, and of FSDP1's original parameters, would be silently lost. This module replaces each
-    shard by a `_Shard`, which knows from the layout table its position in the whole tensor. Files therefore contain
-    whole tensors.
+    DCP assumes that a plain tensor is the same on every rank and writes the tensor of one rank. If a plain tensor is a
+    shard, as in tensor parallelism or with FSDP1's original parameters, all shards but one would be silently lost. So
+    this module replaces each plain shard by a `_Shard`, which takes its position in the whole tensor from the layout
+    table. Files therefore contain whole tensors.
 
 [Note: files run no code]
     DCP unpickles its metadata and every value that is not a tensor, and unpickling calls any function that the file
-    names. So both are first read by unpicklers that accept only the types of DCP's metadata and of optimizer options.
-    Only then does DCP read them.
+    names. So this module first reads the metadata and these values with unpicklers that accept only the types of DCP's
+    metadata and of optimizer options. DCP reads them only after these unpicklers have accepted them.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     Raises:
         ValueError: Weights or state cannot be read on some rank, or a step was interrupted. Raised on every rank;
             nothing is written.
-        ExchangeError: A step is running: `save` was called from a signal handler. Raised on this rank.
+        ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
     """
-    if optimizer.in_step:  # a vote is impossible, since other ranks may be in the step's exchanges
+    if optimizer.in_step:  # a vote is impossible while other ranks are still in the step's exchanges
         raise ExchangeError(optimizer.torn())
 
     with made_public():
@@ -83,25 +83,27 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
-    """Load a checkpoint that `save` wrote, with any sharding and number of ranks. Collective over all ranks.
+    """Load a checkpoint that `save` wrote. The sharding and the number of ranks can differ from those of the job that
+    saved the checkpoint. Collective over all ranks.
 
-    `torch.distributed.checkpoint.load` writes into the tensors that it is given, which are the optimizer's own, so a
-    damaged file leaves them half old, half new. This function reads into copies, and model and optimizer get the copies
-    only after everything has been read and checked. This needs memory for the copies and, at the end, for another copy
-    of the weights. A file cannot run code. Groups get all options in the file, and frozen parameters get their state.
+    `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
+    damaged file would leave them partly old and partly new. This function reads into copies instead. The model and the
+    optimizer get the copies only after everything has been read and checked. The copies need memory, and so does one
+    more copy of the weights at the end. Code in a file never runs. Parameter groups get all options that the file
+    contains, and frozen parameters get their state.
 
     Args:
         path: Folder that `save` wrote.
-        model: Model that gets the weights.
-        optimizer: `Muon` that gets state and options.
+        model: Model that gets the loaded weights.
+        optimizer: `Muon` that gets the loaded state and options.
 
     Raises:
-        CheckpointException: A file is missing or damaged, or contains more than a checkpoint. Raised on every rank;
-            model and optimizer are unchanged.
-        ValueError: The checkpoint does not fit the optimizer on some rank, or weights cannot be set in the model on
-            some rank (a hook raises an error, or there is too little memory). Raised on every rank; model and optimizer
-            are unchanged. If the old weights cannot be restored either, the optimizer raises an error in each step
-            until a checkpoint is loaded.
+        CheckpointException: A file is missing or damaged, or contains types that no checkpoint needs. Raised on every
+            rank; model and optimizer are unchanged.
+        ValueError: The checkpoint does not fit the optimizer on some rank, or the weights cannot be set in the model on
+            some rank (because a hook raises an error or memory is too small). Raised on every rank; model and optimizer
+            are unchanged. But if the old weights cannot be restored in the model, every step raises an error until a
+            checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
     with made_public():
@@ -121,36 +123,43 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
 
 def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Read a checkpoint into the tensors of `targets`, with torch.distributed.checkpoint. Collective."""
+    """Read a checkpoint into the tensors of `targets`, with torch.distributed.checkpoint. Collective over all ranks."""
     with _quiet():
         dcp.load(targets, storage_reader=reader, planner=planner)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the warning of torch.distributed.checkpoint that torch.distributed is not initialized, which is normal
-    in a single process."""
+    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
+    job of one process. Such a job does not need torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Return weights, state and groups, by parameter names that do not depend on the sharding. Collective. The groups
-    are a tuple, because torch.distributed.checkpoint writes a tuple as a single value."""
+    """Return weights, state and groups for a checkpoint. Collective over all ranks.
+
+    Parameters are identified by names that do not depend on the sharding. The groups are a tuple instead of a list,
+    because torch.distributed.checkpoint writes a tuple as a single value.
+    """
     members = _members(optimizer.param_groups, model)
     optimizer.complete_state()
     packed = tree_map_only(Tensor, lambda t: t.detach().cpu(), optimizer.state_dict()["param_groups"])
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        of_file.pop(CARRIED, None)  # drop variant state from FSDP1's groups, since `state` has it
+        of_file.pop(CARRIED, None)  # FSDP1's groups carry variant state, which `state` already has
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
 
 
 def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list[str]]:
-    """List the names that the parameters of each group have in the model."""
+    """List, for each group, the names of its parameters in the model.
+
+    Raises:
+        ValueError: A group has a parameter that is not in the model.
+    """
     names = names_in(model)
     for index, group in enumerate(groups):
         for given, p in named_params(group, index):
@@ -162,13 +171,13 @@ def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list
 def _paired(
     mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Match saved groups to the optimizer's groups by the parameters in them.
+    """Match saved groups to the optimizer's groups by the names of their parameters.
 
     Returns:
         The saved group that matches each of the optimizer's groups, with parameters in the optimizer's order.
 
     Raises:
-        ValueError: The optimizer's groups have other parameters than the saved groups.
+        ValueError: The optimizer's groups and the saved groups have different parameters.
     """
     left, found = list(saved), list[dict[str, Any]]()
     for index, members in enumerate(_members(mine, model)):
@@ -187,7 +196,8 @@ def _paired(
 def _room_for(
     items: Mapping[str, Any], optimizer: Any, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Allocate zeros for all optimizer state in a checkpoint, in the stored dtypes.
+    """Allocate tensors of zeros into which a checkpoint's optimizer state can be read. The momentum has the
+    checkpoint's dtype.
 
     Args:
         items: The checkpoint's metadata: "optimizer.state.<parameter>.<key>" -> dtype and size.
@@ -217,7 +227,15 @@ def _take_over(
     model: nn.Module,
     optimizer: Any,
 ) -> None:
-    """Put loaded weights and state into model and optimizer, either on all ranks or on none. Collective."""
+    """Put loaded weights and state into model and optimizer, on all ranks or on none. Collective over all ranks.
+
+    Args:
+        weights: Parameter name -> loaded weights.
+        state: Parameter -> loaded state.
+        groups: New parameter groups of the optimizer.
+        model: Model that gets the weights.
+        optimizer: Optimizer that gets the state and the groups.
+    """
     old, before = dict[str, Any](), (optimizer.state, optimizer.param_groups, optimizer.broken)
     set_weights = partial(set_model_state_dict, model, options=StateDictOptions(strict=True))
     try:
@@ -227,7 +245,8 @@ def _take_over(
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, broken = before
         remedy = "Load a checkpoint into model and optimizer on all ranks"
-        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"  # unless the old ones return
+        # `broken` makes every step raise an error. It is reset below if the old weights can be restored.
+        optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"
         run_together(lambda: set_weights(old) if old else None)
         optimizer.broken = broken
         raise
@@ -241,14 +260,14 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Shard(torch.Tensor):
-    """A tensor that represents one rank's pieces of a parameter or state tensor to torch.distributed.checkpoint. It has
-    the global shape, and shares memory with the rank's storage.
+    """Tensor that presents one rank's pieces of a parameter or state tensor to torch.distributed.checkpoint. The tensor
+    has the global shape and shares memory with the rank's storage.
 
-    The dunder methods are the protocol of torch.distributed.checkpoint for tensors of other libraries
-    (`_Checkpointable`).
+    Methods whose names begin with two underscores implement `_Checkpointable`, the protocol of
+    torch.distributed.checkpoint for tensors of other libraries.
     """
 
-    _views: dict[torch.Size, Tensor]  # offset of a box in the global tensor -> view of the box in local storage
+    _views: dict[torch.Size, Tensor]  # offset of a box in the global tensor -> view of this box in local storage
 
     @staticmethod
     def __new__(cls, storage: Tensor, layout: ParamLayout) -> _Shard:
@@ -279,12 +298,12 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """Find the layouts of the optimizer's parameters that are shards stored as plain tensors. Collective over all
-    ranks.
+    """Find the layouts of those parameters of the optimizer that are shards stored as plain tensors. Collective over
+    all ranks.
 
     Raises:
         Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
-            optimizer, so that its position is unknown. Raised on every rank.
+            optimizer, so that the shard's position in the whole tensor is unknown. Raised on every rank.
     """
     fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:
@@ -295,7 +314,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                if is_cut:  # use_muon=True makes engines raise an error for layouts that have no rows and columns
+                if is_cut:  # use_muon=True makes engines reject layouts without rows and columns
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
             if id(param) in names and type(param.data) is Tensor and is_marked(param):
@@ -305,7 +324,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 )
     table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
-    def remember() -> None:  # a tensor-parallel shard alone does not tell its global shape
+    def remember() -> None:  # store global shapes, because a tensor-parallel shard does not have its global shape
         for one, layout in zip(table.params, table.layouts, strict=True):
             engine_for(one.param, one.group).remember(one.param, layout.view.shape)
 
@@ -314,10 +333,14 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
-    """Remove, in place, the step counts of parameters of which this rank stores nothing. `state` is by parameter name.
+    """Remove the step counts of parameters of which this rank stores nothing. Changes `state` in place.
 
-    Frameworks give an empty shard no gradient, so its step count is stale. torch.distributed.checkpoint writes the
-    count of an arbitrary rank, which could be this one.
+    Frameworks give an empty shard no gradient, so its step count is outdated. torch.distributed.checkpoint writes the
+    step count of an arbitrary rank, which could be the outdated count of this rank.
+
+    Args:
+        state: Parameter name -> state.
+        table: Layouts of all shards that are plain tensors.
     """
     for one, layout in zip(table.params, table.layouts, strict=True):
         if not one.param.numel() and 0 not in layout.view.shape:
@@ -326,19 +349,19 @@ def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[s
 
 
 def _as_global(
-    weights: Mapping[str, Any],  # by parameter name
-    state: Mapping[str, Mapping[str, Any]],  # by parameter name, then state key
+    weights: Mapping[str, Any],  # parameter name -> weights
+    state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
     table: Table,  # layouts of all shards that are plain tensors
 ) -> dict[str, Any]:
-    """Replace every shard that is a plain tensor, in weights and state, by a `_Shard`, which knows its position in the
-    whole tensor.
+    """Replace every shard that is a plain tensor, in weights and state, by a `_Shard`, which has its position in the
+    whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 itself has already converted its weights
+        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 has already converted its own weights
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})
         for key, value in of_one.items():
@@ -350,8 +373,8 @@ def _as_global(
 
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
-    """Compute the layout of the scales of 8-bit momentum (one per row and block of columns) from the layout of the
-    momentum. All pieces begin at block boundaries, since creating the momentum raised an error otherwise."""
+    """Compute the layout of the scales of 8-bit momentum (one scale per row and block of columns) from the layout of
+    the momentum. Every piece begins at a block boundary: momentum with any other layout cannot be created."""
     inner = math.prod(layout.view.shape[num_row_dims + 1 :])
 
     def in_blocks(index: Ints) -> Ints:
@@ -391,7 +414,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module in ("torch", Metadata.__module__) and "." not in name:
             found = super().find_class(module, name)
             if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
-                return found  # a dtype, or a class that the module itself defines
+                return found  # a dtype, or a class that is defined in DCP's metadata module
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
@@ -399,18 +422,18 @@ class _Reader(FileSystemReader):
     """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it.
 
     Attributes:
-        items: Contents of the checkpoint: "optimizer.state.<parameter>.<key>" -> dtype and size.
+        items: Name of an entry, such as "optimizer.state.<parameter>.<key>" -> dtype and size of the entry.
     """
 
     items: Mapping[str, Any]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata as torch.distributed.checkpoint does, but first check that unpickling it runs no code.
+        """Read the metadata as torch.distributed.checkpoint does, but first check that unpickling runs no code.
 
         Raises:
             ValueError: The metadata names a type or function that no checkpoint needs.
         """
-        for file in sorted(Path(self.path).glob("*.metadata")):  # one file for all ranks, or one per rank
+        for file in sorted(Path(self.path).glob("*.metadata")):  # one file for all ranks, or one file per rank
             try:
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()
@@ -422,14 +445,14 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Load planner of torch.distributed.checkpoint that checks values other than tensors (options of groups) before it
-    unpickles them."""
+    """Load planner of torch.distributed.checkpoint that checks values other than tensors (such as options of groups)
+    before torch.distributed.checkpoint unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as torch.distributed.checkpoint does, but first check that unpickling it runs no code.
+        """Load a value as torch.distributed.checkpoint does, but first check that unpickling runs no code.
 
         Raises:
-            ValueError: The value contains anything but numbers, strings, tensors and containers of these.
+            ValueError: The value contains types that `torch.load(weights_only=True)` rejects.
         """
         try:
             torch.load(value, weights_only=True)

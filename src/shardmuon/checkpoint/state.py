@@ -1,17 +1,17 @@
-"""Validation of state dicts. A state dict is checked completely against an optimizer before anything changes. Does not
-communicate.
+"""Validation of state dicts. A state dict is checked completely against an optimizer before anything changes. This
+module does not communicate.
 
 [Note: state of other optimizers]
     Momentum in this package and in torch.optim.Muon is an average, B <- mu B + (1 - mu) G. Other optimizers store the
-    sum B <- mu B + G under the same key. Used as an average, it would outweigh the next gradient 20 times at mu = 0.95.
-    A state dict does not tell which of the two it contains, so only groups with the options of Muon are accepted, and
-    nothing is converted.
+    sum B <- mu B + G under the same key. If this sum were used as an average, it would be 20 times too large at
+    mu = 0.95. A state dict does not tell whether it contains averages or sums, so only groups with the options of Muon
+    are accepted, and nothing is converted.
 
 [Note: state that is not there]
-    A parameter's initial state is zeros (and a counter of 0). It is saved even for a trainable parameter that never had
-    a gradient, which does no harm and gives every rank the same keys. A checkpoint without state for some parameters is
-    therefore damaged, and loading it raises an error. An empty entry, in contrast, is a deliberate statement that there
-    is no state.
+    A parameter's initial state consists of zeros (and a counter of 0). This state is saved even for a trainable
+    parameter that has never had a gradient, so that every rank has the same keys. A checkpoint that has state for only
+    some of the parameters is therefore damaged, and loading it raises an error. An empty entry, in contrast, declares
+    that a parameter has no state.
 """
 
 from __future__ import annotations
@@ -44,44 +44,43 @@ _NOT_CONVERTED = (
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the state that a group's variant (such as NorMuon) stores per matrix."""
+    """Return the keys of the state that a group's variant (such as NorMuon) stores for each matrix."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing parts of a parameter's initial state, which consists of zeros."""
+    """Add the missing entries of a parameter's initial state, which consists of zeros. Changes `state` in place."""
     if not group["use_muon"]:
         init_state(param, param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        if view.matrices:  # if a shard's layout is not known yet, the first step creates this state instead
+        if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
             shapes = state_shapes(stages_of(group), view)
             state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop a parameter's state if it is AdamW's state of a Muon parameter, or vice versa. Such state remains if a
-    parameter was frozen when `use_muon` of its group changed."""
+    """Drop AdamW's state of a parameter that Muon now updates, and vice versa. Such state is left over if `use_muon` of
+    the parameter's group changed while the parameter was frozen. Clears `state` in place."""
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         state.clear()
 
 
 def read_state(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups, not written to
-    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; parameters are given by numbers or names
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups, which do not change
+    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; identifies parameters by number or by name
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Check a state dict and convert it for an optimizer.
 
     Returns:
-        State by parameter, in the optimizer's dtypes and on its devices, and the new groups. As in torch, tensors are
-        shared with `saved` where neither dtype nor device changes.
+        Parameter -> state, in the optimizer's dtypes and on its devices, and the new groups. As in torch, the result
+        shares with `saved` all tensors whose dtype and device do not change.
 
     Raises:
-        ValueError: The state dict does not fit the optimizer. The message gives the parameter's name, what was found
-            and what is allowed.
+        ValueError: The state dict does not fit the optimizer.
     """
     entries, theirs = _parts_of(saved)
     entries = with_carried(entries, theirs)
@@ -103,7 +102,7 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and _kept_keys(group)):  # even an empty shard has the variant's state
+            elif found or (unsaved and _kept_keys(group)):  # the state of a variant exists even for an empty shard
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
     if lacking:
@@ -116,10 +115,10 @@ def read_state(
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """Split an optimizer's state dict into state (by parameter key) and groups.
+    """Split an optimizer's state dict into the state of parameters (parameter key -> state) and the parameter groups.
 
     Raises:
-        ValueError: The object is not an optimizer's state dict.
+        ValueError: `saved` is not an optimizer's state dict.
     """
     given: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
     entries: Any = given.get("state")
@@ -136,8 +135,12 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
 
 
 def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge an optimizer's group with a saved group: use saved options, and the optimizer's own options if the saved
-    group lacks them."""
+    """Merge an optimizer's group with a saved group. The result has the saved options, and the optimizer's own value of
+    each option that the saved group lacks.
+
+    Raises:
+        ValueError: The saved group does not fit the optimizer's group `index`.
+    """
     where = f"group {index}: "
     if len(mine["params"]) != len(theirs["params"]):
         raise ValueError(
@@ -160,10 +163,10 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
     kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if "param_names" in mine:  # saved names may contain prefixes of wrappers such as torch.compile
+    if "param_names" in mine:  # saved names can contain prefixes of wrappers such as torch.compile
         kept.add("param_names")
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
-        kept.add("eps")  # torch.optim.Muon's eps must not become AdamW's
+        kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
@@ -173,9 +176,13 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless both groups have the same names in the same order. State is assigned by position, and
-    swapped parameters of equal shape would not be noticed otherwise."""
-    # parts that wrappers add: torch.compile, FSDP1, activation checkpointing, DDP
+    """Raise ValueError unless the names in both groups are equal and in the same order. Names that one of the groups
+    lacks are not compared.
+
+    State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
+    be swapped unnoticed.
+    """
+    # parts of names that torch.compile, FSDP1, activation checkpointing and DDP add
     added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
@@ -190,13 +197,21 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
 def _read_param(
     p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
-    """Check and convert one parameter's saved state. `group`: the parameter's merged group; `theirs`: the saved group.
+    """Check and convert one parameter's saved state.
 
-    State that frameworks add is skipped: the step count that Megatron gives to every parameter, and the zeros that
-    FSDP1 needs for kinds of state that a parameter does not have (frameworks/fsdp1.py).
+    State that frameworks add is dropped: the step count that Megatron adds for every parameter, and the zeros that
+    FSDP1 needs for state that a parameter does not have, such as AdamW's state of a Muon parameter
+    (frameworks/fsdp1.py).
+
+    Args:
+        p: The parameter.
+        found: The parameter's saved state.
+        group: The parameter's merged group.
+        theirs: The parameter's saved group.
+        keeper: Determines the dtype and device of the momentum.
 
     Raises:
-        ValueError: The state does not fit the parameter. The message lacks the parameter's name.
+        ValueError: The state does not fit the parameter. The caller adds the parameter's name to the message.
     """
     _check_keys(p, found, group, theirs)
     engine, own, state = engine_for(p, group), _ADAMW_KEYS, dict[str, Any]()
@@ -216,13 +231,13 @@ def _read_param(
 
 
 def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError (without the parameter's name) if the keys of saved state do not match the group's optimizer and
-    variant."""
+    """Raise ValueError if the keys of a parameter's saved state do not match the optimizer (Muon or AdamW) and variant
+    of the parameter's group. The caller adds the parameter's name to the error message."""
     kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*_ADAMW_KEYS})
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
-        needed.discard(BUFFER)  # a rank with an empty FSDP1 shard has only the variant's state
+        needed.discard(BUFFER)  # for an empty FSDP1 shard, a rank has only the variant's state
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(
@@ -246,17 +261,17 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 
 def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
-    """Convert one tensor of a parameter's state to the optimizer's dtype and device."""
-    if key == STEP:  # stored as an fp32 tensor, as in torch's AdamW
+    """Check one value of a parameter's state, and convert it to the optimizer's dtype and device."""
+    if key == STEP:  # the step count is an fp32 tensor, as in torch's AdamW
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE:  # already checked, by `Keeper.coded_fault`
+    if key == SCALE:  # `Keeper.coded_fault` has already checked this value
         return keeper.take(p, key, value)
     is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises if shape or placement differ
+    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises an error if shape or placement differs
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

@@ -1,13 +1,13 @@
-"""Ways between ranks: process groups (weak references to them, creation by a subset of ranks), packed all-to-all
-exchanges, and lanes, which carry short messages between the CPUs of some ranks, independent of the backend that
-exchanges tensors. A lane does not interpret the messages.
+"""Communication between ranks. This module keeps weak references to process groups, creates process groups on subsets
+of ranks, and exchanges tensors in packed all-to-alls. It also provides lanes: channels that carry short messages
+between the CPUs of some ranks, whatever backend exchanges the tensors. A lane does not interpret its messages.
 
 [Note: recursive doubling]
-    This is the algorithm for an all-reduce of messages. In hops over distances k = 1, 2, 4, .., a rank swaps messages
-    with the rank at distance k and merges the two; it has then merged the messages of its block of 2k ranks. Ranks
-    beyond the largest power of two first send their message to a partner, and receive the result at the end. Each
-    message is merged exactly once, as a sum requires. This takes log2(n) hops of one small message, and two more if n
-    is not a power of two.
+    A lane all-reduces messages by recursive doubling. In hops over distances k = 1, 2, 4, .., each rank swaps messages
+    with the rank at distance k and merges the two messages. After the hop over distance k, a rank has merged the
+    messages of its block of 2k ranks. Ranks beyond the largest power of two first send their message to a partner, and
+    receive the result at the end. Each message is merged exactly once, as a sum requires. For n ranks, the algorithm
+    takes log2(n) hops of one small message each, or floor(log2(n)) + 2 hops if n is not a power of two.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from shardmuon._torch import default_group, is_alive, new_group_among, timeout_o
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _T = TypeVar("_T")
-LARGEST = 1 << 16  # bytes of a lane's receive buffer, so that receivers need not know the size of a message
+LARGEST = 1 << 16  # bytes of a lane's receive buffer; fixed, so that receivers need not know the size of a message
 
 Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
 
 
 @dataclass
 class _Made:
-    """Process groups and lanes (channels for short messages) that were created under one default process group and are
-    dropped together with it.
+    """Process groups and lanes (channels for short messages) that were created under one default process group. They
+    are dropped together with the default group.
 
     Attributes:
-        token: Random bytes that tell this default group from all others, also from those of other processes.
-        groups: Ranks -> number of process groups created over them, and a weak reference to the one in use. Only torch
-            has a strong reference: a communicator that outlives destroy_process_group() is torn down at interpreter
-            exit, where its threads abort the process (seen with gloo).
-        lanes: Ranks -> their latest lane, which may be closed. A lane holds no reference to the
-            default group.
+        token: Random bytes that distinguish this default group from all other default groups, including those of other
+            processes.
+        groups: Ranks -> number of process groups created over these ranks, and a weak reference to the group in use.
+            Only torch has a strong reference. A second strong reference would let the group's communicator outlive
+            destroy_process_group(). Such a communicator is torn down when the interpreter exits, and its threads then
+            abort the process (seen with gloo).
+        lanes: Ranks -> the latest lane of these ranks, open or closed. A lane holds no reference to the default group.
     """
 
     token: bytes = field(default_factory=partial(os.urandom, 16))
@@ -56,33 +57,33 @@ class _Made:
     lanes: dict[Ranks, _Lane] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # key: a default process group
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # keys are default process groups
 
 
 def made_under(world: Any) -> _Made:
-    """Return the groups and lanes that were created under a default process group, and its token."""
+    """Return the process groups and lanes that were created under a default process group, and its token."""
     return _MADE.setdefault(world, _Made())
 
 
 def my_rank() -> int:
-    """Global rank of this process; 0 without torch.distributed."""
+    """Return the global rank of this process, or 0 if torch.distributed is not initialized."""
     return dist.get_rank() if default_group() is not None else 0
 
 
 def num_ranks() -> int:
-    """Number of ranks in the job; 1 without torch.distributed."""
+    """Return the number of ranks in the job, or 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if default_group() is not None else 1
 
 
 @dataclass(frozen=True)
 class GroupRef:
-    """Weak reference to a process group, identified by its ranks. See `_Made` for why it does not keep the group alive.
+    """Weak reference to a process group, or just the ranks of a group. `_Made` explains why the reference is weak.
 
     Attributes:
         ranks: Global ranks in group-rank order.
         group_name: torch's name of the group; "" if only ranks were given.
-        is_default: True if the group was the default group. If that group is gone, the reference resolves to the
-            current default group, provided that it has the same ranks.
+        is_default: True if the group was the default group. After that group has been destroyed, the reference resolves
+            to the current default group if that group has the same ranks.
     """
 
     ranks: Ranks
@@ -92,11 +93,12 @@ class GroupRef:
 
     @classmethod
     def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
-        """Make a reference from a process group, a sequence of global ranks, or an existing reference. None stays None.
+        """Make a reference from a process group or a sequence of global ranks. Existing references and None are
+        returned as they are.
 
         Args:
-            value: The process group, ranks, reference or None.
-            what: Name of the option, for messages.
+            value: A process group, a tuple or list of global ranks, a reference, or None.
+            what: Name of the option that has this value, for error messages.
 
         Raises:
             ValueError: `value` is none of these, or this rank is not in the group.
@@ -123,10 +125,10 @@ class GroupRef:
         return found
 
     def live(self) -> Any:
-        """Return the process group, or None if only ranks are known.
+        """Return the process group, or None if the reference was made from ranks only.
 
         Raises:
-            RuntimeError: The group has been destroyed, or the reference was unpickled from another process.
+            RuntimeError: The group has been destroyed, or the reference was unpickled, which loses the group.
         """
         group = self._live()
         if self.group_name and (group is None or not is_alive(group)):
@@ -150,7 +152,7 @@ _DESTROYED = (
 
 
 def group_ranks(group: Any) -> Ranks:
-    """Global ranks of a process group in group-rank order."""
+    """Return the global ranks of a process group in group-rank order."""
     if isinstance(group, GroupRef):
         group.live()
         return group.ranks
@@ -161,10 +163,11 @@ def group_ranks(group: Any) -> Ranks:
 
 
 def group_for(ranks: Ranks, hint: Any = None) -> Any:
-    """Return the process group over exactly these ranks (ascending). Collective over `ranks`, and over no other rank,
-    at the first call; later calls return the cached group.
+    """Return the process group of exactly these ranks (ascending). The first call is collective over `ranks` only;
+    later calls return the cached group.
 
-    A new group has the timeout of the group `hint`, or that of the default group if there is no hint. torch keeps all
+    If the default group or the group `hint` has exactly these ranks, that group is returned. Otherwise, a new group is
+    created, with the timeout of `hint`, or with the timeout of the default group if `hint` is None. torch keeps all
     groups until `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
@@ -174,29 +177,29 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # a destroyed group may still be referenced
-        return kept  # the hint is ignored, since hints may differ between ranks that rebuild a plan
+    if kept is not None and is_alive(kept):  # the object of a destroyed group can still exist
+        return kept  # ignore the hint, because ranks that rebuild a plan can have different hints
     for group in (default_group(), hint):
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        number += 1  # the number is equal on all of these ranks, since creating a group is collective
+        number += 1  # the number is equal on all of these ranks, because creating a group is collective
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)
     return group
 
 
 def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | None = None) -> torch.device:
-    """Choose the device on which ranks exchange what lies on `device`.
+    """Choose the device on which ranks exchange tensors that are stored on `device`.
 
-    It is `preferred` if the process group of the ranks has a backend other than gloo for it. Otherwise it is `device`,
-    or the accelerator if `device` is the CPU and the group has no CPU backend, as in NCCL-only jobs that offload
-    parameters to the CPU.
+    The choice is `preferred` if the process group of the ranks uses a backend other than gloo on that device. Otherwise
+    the choice is `device`, except that it is the accelerator if `device` is the CPU and the group has no CPU backend,
+    as in NCCL-only jobs that offload parameters to the CPU.
     """
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # "cuda" -> "nccl"
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # e.g. "cuda" -> "nccl"
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
     found = torch.accelerator.current_accelerator()
@@ -210,16 +213,16 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
 
 @dataclass
 class Traffic:
-    """Counters of this rank's communication and orthogonalized matrices.
+    """Counters of this rank's communication and of the matrices that this rank orthogonalized.
 
     Attributes:
-        exchanges: All-to-all calls: two for each bucket whose matrices are gathered, and one for each bucket whose
-            results are relayed to other replicas.
-        agreements: Votes before a step, including those that refused the step.
-        bytes_sent: Bytes sent by this rank in exchanges.
-        orthogonalized: Matrices orthogonalized on this rank.
-        norm_reductions: Small all-reduces of weight norms, for variants that control these norms.
-        norms_sent: Weight norms sent in these all-reduces, one of 8 bytes per matrix.
+        exchanges: Number of all-to-all calls: two for each bucket (a batch of matrices) that is gathered from shards,
+            and one for each bucket whose results are sent on to ranks with replicas.
+        agreements: Number of votes before steps, including votes that refused the step.
+        bytes_sent: Number of bytes that this rank sent in all-to-all calls.
+        orthogonalized: Number of matrices orthogonalized on this rank.
+        norm_reductions: Number of small all-reduces of weight norms, for variants that control these norms.
+        norms_sent: Number of values sent in these all-reduces: 8 bytes for each matrix.
     """
 
     exchanges: int = 0
@@ -230,19 +233,26 @@ class Traffic:
     norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return the differences between these counters and an earlier copy."""
+        """Return the increase of each counter since the copy `earlier` was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
 class Pending(NamedTuple):
-    """An all-to-all in progress. It also keeps the send buffer alive, which must outlive the collective."""
+    """An all-to-all in progress.
+
+    Attributes:
+        work: torch's handle of the collective.
+        came: 1-D receive buffer, filled once `wait` has returned.
+        sent: 1-D send buffer. This reference keeps the buffer alive, because it must outlive the collective.
+    """
 
     work: Any
     came: Tensor  # 1-D
     sent: Tensor  # 1-D
 
     def wait(self) -> Tensor:  # 1-D
-        """Wait for the exchange (on an accelerator, the current stream waits) and return the receive buffer."""
+        """Wait for the all-to-all and return the receive buffer. On an accelerator, the current stream waits instead of
+        the CPU."""
         self.work.wait()
         return self.came
 
@@ -253,10 +263,11 @@ def start(
     """Start one packed all-to-all.
 
     Args:
-        group: Process group of the ranks that exchange.
+        group: Process group of the ranks that take part.
         traffic: Counters to update.
-        send: 1-D send buffer: the elements for each rank, in group-rank order.
-        send_splits, recv_splits: Number of elements to send to and receive from each rank.
+        send: 1-D send buffer with the elements for each rank, in group-rank order.
+        send_splits: Number of elements to send to each rank, in group-rank order.
+        recv_splits: Number of elements to receive from each rank, in group-rank order.
     """
     came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
     work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
@@ -267,14 +278,12 @@ def start(
 
 # ---------------------------------------------------------------------------------------------------------------- lanes
 
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]  # kind, index of the peer; "take" receives the result
+# Kind of a hop, and index of the other rank in the lane. "hear" receives a message to merge, "take" the final result.
+_Hop = tuple[Literal["send", "swap", "hear", "take"], int]
 
 
 def _hops_of(me: int, num: int) -> list[_Hop]:
-    """List the hops of an all-reduce for the rank with index `me` in a lane of `num` ranks.
-
-    See [Note: recursive doubling].
-    """
+    """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling])."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -283,16 +292,17 @@ def _hops_of(me: int, num: int) -> list[_Hop]:
 
 
 class _Lane:
-    """A gloo group over some ranks. It opens the connection between two ranks when they first need it.
+    """Channel for short messages between some ranks, based on a gloo group.
 
-    Merging the messages of 1,024 ranks opens 10 connections per rank instead of 1,023. The group is not registered with
-    torch, so it can be closed on its own. Ranks that are waiting for this rank then fail at once.
+    The group connects two ranks only when they first need a connection, so merging the messages of 1,024 ranks opens 10
+    connections per rank instead of 1,023. torch does not know the group, so the lane can close the group at any time.
+    Ranks that are waiting for this rank then fail at once.
 
     Attributes:
         ranks: Global ranks, ascending.
         me: Index of this rank in `ranks`.
-        number: Sequence number among the lanes of these ranks, equal on all of them. It makes the lane's key prefix in
-            torch's store unique.
+        number: Sequence number among the lanes of these ranks, equal on all of the ranks. The number makes the lane's
+            key prefix in torch's store unique.
         is_open: False once the lane has been closed.
     """
 
@@ -301,7 +311,7 @@ class _Lane:
             raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
         self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
         self._hops = _hops_of(self.me, len(ranks))
-        self._limit = timeout_of(world) or timedelta(minutes=30)  # some backends do not expose theirs
+        self._limit = timeout_of(world) or timedelta(minutes=30)  # some backends do not expose a timeout
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_default_device(lazy_init=True)]
@@ -311,8 +321,15 @@ class _Lane:
         self.is_open = True
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
-        """All-reduce a message of plain data. `merged` is a function that merges two messages. It is applied in no
-        fixed order. All hops share one deadline.
+        """All-reduce a message of plain data over the ranks of the lane. All hops share one deadline.
+
+        Args:
+            message: This rank's message, which must fit in `LARGEST` bytes when pickled.
+            merged: Function that merges two messages. The function must be associative and commutative.
+            what: Name of the operation, for error messages.
+
+        Returns:
+            The merged message, equal on all ranks.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
@@ -327,16 +344,24 @@ class _Lane:
                     pending.append(self._group.recv([found], member, 7))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                pending.clear()  # the traceback keeps this frame alive, and handles would keep connections open
+                # The error's traceback keeps this list alive, and handles in the list would keep connections open.
+                pending.clear()
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":
-                heard = pickle.loads(found.numpy().data)  # pickle ignores the rest of the buffer
+                heard = pickle.loads(found.numpy().data)  # pickle ignores bytes after the message
                 message = heard if kind == "take" else merged(message, heard)
         return message
 
     def share(self, value: bytes, what: str) -> list[Any]:
-        """All-gather pickled values. Return the unpickled value of each rank, in the order of `ranks`.
+        """All-gather pickled values of any size.
+
+        Args:
+            value: This rank's pickled value.
+            what: Name of the operation, for error messages.
+
+        Returns:
+            The unpickled value of each rank, in the order of `ranks`.
 
         Raises:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
@@ -354,7 +379,8 @@ class _Lane:
         return [pickle.loads(row.numpy().data) for row in rows]
 
     def _wait(self, pending: list[Any], deadline: float) -> None:
-        """Wait for pending sends and receives. gloo abandons a message if its handle is dropped before the wait."""
+        """Wait for all pending operations, and drop each handle only after its wait. If a handle is dropped earlier,
+        gloo abandons the message."""
         while pending:
             pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
@@ -364,14 +390,14 @@ class _Lane:
         return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
 
     def close(self) -> None:
-        """Close all connections, so that ranks that are waiting for this rank fail at once. `lane_of` makes a new lane
-        when it is next called."""
+        """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of `lane_of`
+        makes a new lane."""
         self._group, self.is_open = None, False
 
 
 def _name_of(ranks: Ranks, number: int) -> str:
-    """Return the key prefix of a lane in torch's store. It has a hash of the ranks, because keys are limited to 8 KiB,
-    too short for a list of 2,000 ranks."""
+    """Return the key prefix of a lane in torch's store. The prefix contains a hash of the ranks instead of the ranks,
+    because the store limits keys to 8 KiB, which is too short for a list of 2,000 ranks."""
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
@@ -380,7 +406,7 @@ def _bytes_of(data: bytes) -> Tensor:  # uint8
 
 
 def lane_of(ranks: Ranks) -> _Lane:
-    """Return the open lane of these ranks (ascending, including this rank). It is created on first use."""
+    """Return the open lane of these ranks (ascending, including this rank). Creates a lane if none is open."""
     world = default_group()
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
@@ -392,8 +418,8 @@ def lane_of(ranks: Ranks) -> _Lane:
 
 
 def close_lane(ranks: Ranks) -> None:
-    """Close the lane of these ranks if this rank has created it. Creating it just to close it would make the sequence
-    number of the next lane differ between ranks."""
+    """Close the lane of these ranks if this rank has one. Does not create a lane just to close it: the sequence number
+    of the next lane would then differ between ranks."""
     world = default_group()
     if world is not None and ranks in made_under(world).lanes:
         made_under(world).lanes[ranks].close()

@@ -1,34 +1,39 @@
-"""The vote: ranks discover which ranks are connected, report errors to each other in one short message, and agree to
-make a collective call.
+"""Votes of ranks before a collective call. Ranks discover the ranks that they are connected to, report errors to each
+other in short messages, and agree to make the call.
 
-A step, gradient clipping and QK-clip are such calls. Each implements `Call`, which reports the inputs that ranks must
-agree on; `Call.agree` decides whether all ranks proceed or all raise.
+A step, gradient clipping and QK-clip are collective calls. Each of them is a subclass of `Call`, which reports the
+inputs that must be equal on all ranks. `Call.agree` decides whether all ranks proceed or all ranks raise an error.
 
 [Note: why a component votes together]
-    A rank belongs to sets of ranks: those of a mesh axis, of a process group, or that share a parameter. If a rank in
-    two sets voted first in one and then in the other, it might learn of an error in the second set after the ranks of
-    the first have proceeded. This happened for 12 of 16 errors on a 4 x 4 mesh of rows and columns, and for 2 of 4 on a
-    chain of pairs. Therefore all ranks that are connected through sets, directly or indirectly (a connected component),
-    take part in one vote. Before the first vote, each rank must discover its component, by flooding: in each round,
-    every rank sends all entries that it knows to each of its sets, where the entry of a rank lists the sets to which
-    the rank belongs. A rank knows the whole component once it has the entry of every rank that any entry names. From
-    these entries it computes the round after which the last rank has them all, and all ranks stop after that round.
+    A rank can belong to several sets of ranks: the ranks of a mesh axis, the ranks of a process group, or the ranks
+    that share a parameter. If a rank voted first in one set and then in another, it could learn of an error in the
+    second set after the ranks of the first set have proceeded. This happened for 12 of 16 errors on a 4 x 4 mesh of
+    rows and columns, and for 2 of 4 errors on a chain of pairs. Therefore all ranks that are connected through sets,
+    directly or indirectly (a connected component), take part in one vote.
+
+    Before the first vote, each rank must discover its component, by flooding. The entry of a rank lists the sets to
+    which the rank belongs. In each round, every rank sends all entries that it knows to each of its sets. A rank knows
+    the whole component once it has the entry of every rank that any of its entries names. From these entries, the rank
+    computes the round after which the last rank has all entries, and all ranks stop after that round.
 
 [Note: the message]
-    A message has the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits (for
-    gradients that only some ranks have). Phases, flags and bits are merged by "or".
-    Digests must be equal within each set of ranks, and one sum checks all sets at once: for each of its sets S of n
-    ranks, the first rank adds (n - 1) h(S, digest) modulo 2^128, and each other rank subtracts h(S, digest), where h is
-    a hash of both, of the version of the format and of the number of presence bits. Equal digests cancel. Unequal
-    digests leave a sum of different hashes with nonzero coefficients from -n to n, which is 0 with a probability of at
-    most n / 2^128. Messages with different phases can be merged: they show in the merged phases.
+    A message contains the rank's phase (the operation on which it votes), flags, a sum of digests, and presence bits
+    (for gradients that only some ranks have). Phases, flags and bits are merged by bitwise "or". Messages with
+    different phases can be merged, too: the merged phase then has the bits of all of them.
+
+    Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
+    first rank of S adds (n - 1) h(S, digest) modulo 2^128, and each other rank of S subtracts h(S, digest). Here h is a
+    hash of the set, the digest, the version of the format and the number of presence bits. Equal digests cancel.
+    Unequal digests leave a sum of different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a
+    probability of at most n / 2^128.
 
 [Note: who votes]
-    Before each call, all ranks that are connected through parameters and process groups (the component) vote. They need
-    a binding: data that they have built together, such as a plan, and cache from one call to the next. A rank without a
-    cached binding reports this in a vote with the ranks with which it last voted. If it has never voted, it does not
-    know its component either. Then it reports this in votes of its largest sets (usually one set, the component
-    itself), so that ranks with a cached binding learn of it. After that, all ranks rebuild the binding.
+    Before each call, all ranks that are connected through parameters and process groups (the component) vote. For the
+    vote, the ranks need a binding: data, such as a plan, that they have built together and cache from one call to the
+    next. A rank without a cached binding asks for a rebuild in a vote of the ranks with which it last voted. A rank
+    that has never voted does not know its component. Such a rank asks for a rebuild in votes of its largest sets
+    instead (usually one set, the component itself). Ranks with a cached binding take part in these votes, and so learn
+    that a rebuild is needed. Then all ranks rebuild the binding.
 """
 
 from __future__ import annotations
@@ -51,30 +56,36 @@ from shardmuon.errors import Refused, fault_text, ranks_text
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-MOST_BITS = 8 * (LARGEST - 256)  # presence bits that fit in a message besides its other fields
+MOST_BITS = 8 * (LARGEST - 256)  # largest number of presence bits in a message; 256 bytes are left for other fields
 
 
 class Unlike(ValueError):
-    """Error that several ranks find in the same gathered data, such as a mismatch. Its message names no rank as the one
-    at fault."""
+    """Error that several ranks find in the same gathered data, such as a mismatch between ranks. The error's message
+    gets no prefix that names a rank."""
 
 
 class Fault:
-    """The first error on this rank since the ranks last exchanged errors.
+    """Record of the first error on this rank since the ranks last shared their errors.
 
-    As a context manager, it catches and records any exception, so that the rank still reaches the next collective.
+    Used as a context manager, a `Fault` catches and records any exception, so that this rank still reaches the next
+    collective.
 
     Attributes:
-        text: Error text to send to the other ranks; None: no error.
-        cause: The exception behind `text`, if there is one.
+        text: Error message to send to the other ranks; None if there is no error.
+        cause: The exception that caused the error, or None.
     """
 
     text: str | None = None
     cause: BaseException | None = None
 
     def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
-        """Record an error text unless one is recorded already. If `own`, the text gets the prefix "rank R: " with this
-        rank."""
+        """Record an error unless an earlier error is recorded.
+
+        Args:
+            text: Error message; None records nothing.
+            cause: The exception that caused the error, or None.
+            own: True prefixes the message with "rank R: ", where R is this rank.
+        """
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
@@ -84,37 +95,38 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Refused):  # raised on all ranks, so its text already names the rank at fault
+        if isinstance(error, Refused):  # a Refused is raised on all ranks and already names the rank at fault
             self.add(str(error), error.cause, own=False)
         elif error is not None:
             self.add(fault_text(error), error, own=not isinstance(error, Unlike))
         return True
 
     def settle(self, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-        """Raise on all ranks of a component if any of them has an error. Collective.
+        """Raise an error on all ranks of a component if any of these ranks has an error. Collective over the component.
 
         Args:
             component: All ranks that make this call.
             phase: The operation that follows.
-            asked: This rank's contribution to the result.
+            asked: This rank's value, to be merged with the values of the other ranks.
 
         Returns:
-            `asked`, merged by "or" over all ranks.
+            True if `asked` is True on any rank.
 
         Raises:
-            Refused: Some rank has an error, or votes on another operation. Raised on every rank, with the same text.
+            Refused: Some rank has an error, or ranks vote on different operations. Raised on every rank, with the same
+                message.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            gather({}, component, self)  # after a failed vote, ranks that voted on other operations gather, too
+            gather({}, component, self)  # all ranks gather after a failed vote, whatever they voted on
             raise _other_call(component, verdict)
         return bool(verdict.presence)
 
 
 class Phase(IntFlag):
-    """The operation that a rank votes on. A verdict holds the phases of all ranks, merged by "or"."""
+    """Operation that a rank votes on. The phase of a verdict merges the phases of all ranks by bitwise "or"."""
 
     DISCOVER = 1
     STEP = 4
@@ -124,14 +136,14 @@ class Phase(IntFlag):
 
 
 class Flag(IntFlag):
-    """Conditions that a rank reports in a vote, merged by "or" over ranks.
+    """Conditions that a rank reports in a vote. A verdict merges the flags of all ranks by bitwise "or".
 
     Attributes:
         FAULT: The rank has an error and cannot proceed.
-        STALE: The rank's cached binding is missing or does not match its parameters.
+        STALE: The rank's cached binding (`Agreed`) is missing or does not match the rank's parameters.
         AUDIT: The rank requests an audit of this step.
-        UNLIKE: The digests of some set differ. Only a verdict has this flag.
-        BEYOND: The rank also belongs to sets of ranks that do not take part in this vote.
+        UNLIKE: The digests of some set of ranks differ. Only a verdict can have this flag.
+        BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover the component.
     """
 
     NONE = 0
@@ -143,13 +155,14 @@ class Flag(IntFlag):
 
 
 class Ballot(NamedTuple):
-    """One rank's message in a vote; or a verdict, the merged message of all ranks.
+    """Message of one rank in a vote, or a verdict: the merged message of all ranks.
 
     Attributes:
         phase: The operation on which the rank votes.
         flags: Conditions on this rank.
         digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set of this rank.
-        presence: One bit per fact that only some ranks know ("has this gradient"); merged by "or".
+        presence: Bits for facts that only some ranks know, such as "has this gradient". A verdict merges the bits of
+            all ranks by "or".
         num_bits: Number of bits in `presence`, equal on all ranks.
     """
 
@@ -164,7 +177,8 @@ _Message = tuple[int, int, int, int]  # phase, flags, sum of digests, presence b
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
-    """Merge the ballots of all ranks into a verdict, which all of them return. Collective over the component.
+    """Merge the ballots of all ranks into a verdict. Collective over the component; all of its ranks return the same
+    verdict.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
@@ -185,13 +199,13 @@ def _merged(a: _Message, b: _Message) -> _Message:
 
 
 def digest_of(value: object) -> bytes:
-    """Hash the `repr` of plain data to 16 bytes. Equal data has the same hash in every process."""
+    """Hash the `repr` of plain data to 16 bytes. Data with equal `repr` has the same hash in every process."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def _told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the error texts of all ranks: each different text once, with the ranks that reported it, as in "ranks 0-7:
-    out of memory"."""
+    """Merge the error messages of all ranks. Each distinct message appears once, after the ranks that reported it, as
+    in "ranks 0-7: out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:
@@ -209,13 +223,13 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
     Args:
         value: This rank's value; ignored if `fault` holds an error.
         ranks: The ranks that take part.
-        fault: This rank's error, if it has one.
+        fault: Record of this rank's error, if this rank has one.
 
     Returns:
-        The value of each rank, in order of `ranks`.
+        The value of each rank, in the order of `ranks`.
 
     Raises:
-        Refused: Some rank has an error. Raised on every rank, with the same text.
+        Refused: Some rank has an error. Raised on every rank, with the same message.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault, sent = fault or Fault(), b""
@@ -236,10 +250,11 @@ def _other_call(component: Ranks, verdict: Ballot) -> Refused:
 
 
 def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
-    """Call `run` and return its result, unless it raises on any of these ranks (default: all). Collective over them.
+    """Call `run` on several ranks (default: all ranks) and return this rank's result, or raise an error on all of these
+    ranks. Collective over these ranks.
 
     Raises:
-        Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same text.
+        Refused: `run` raised an exception of any class on some rank. Raised on every rank, with the same message.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     fault, found = Fault(), list[_T]()
@@ -253,11 +268,11 @@ def run_together(run: Callable[[], _T], ranks: Ranks | None = None) -> _T:
 
 
 class _Entry(NamedTuple):
-    """One rank's data, sent to all connected ranks (its component) during discovery.
+    """Data of one rank, sent to all connected ranks (its component) during discovery.
 
     Attributes:
         sets: The sets of ranks that the rank belongs to.
-        fault: The rank's error text, or None.
+        fault: The rank's error message, or None.
         facts: Picklable data for all other ranks.
     """
 
@@ -275,17 +290,17 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
     Args:
         sets: The sets of ranks that this rank belongs to.
         facts: Picklable data for all other ranks.
-        fault: This rank's error, if it has one.
-        before: The previous component, if there was one. Its ranks compare their sets first, so that a set which only
-            some of its ranks list raises an error that names the set. Without `before`, ranks that list such a set wait
-            until the timeout.
+        fault: Record of this rank's error, if this rank has one.
+        before: All ranks of the previous component, or None if it is unknown. These ranks first compare their sets. If
+            only some ranks of a set list that set, all of them raise an error that names the set. Without this
+            comparison, ranks that list such a set would wait for the other ranks of the set until the timeout.
 
     Returns:
-        The facts of every rank of the component, equal on all of them.
+        Rank -> facts, for every rank of the component. The result is equal on all of these ranks.
 
     Raises:
         Refused: Some rank has an error, or a set is not listed by all of its ranks. Raised on every rank, with the same
-            text.
+            message.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     known = {my_rank(): _Entry(sets, fault.text, facts)}
@@ -303,13 +318,14 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
 
 
 def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
-    """Sort sets into the order in which every rank communicates: small sets first. Drops sets of one rank."""
+    """Sort sets of ranks, small sets first. Every rank communicates with its sets in this order. Omits sets of one
+    rank and repeated sets."""
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
 def _num_rounds(known: _Known) -> float:
-    """Compute the number of rounds until every rank in `known` has the entry of every rank it can reach; infinite while
-    `known` lacks the entry of a rank that it names."""
+    """Compute the number of rounds of flooding after which every rank in `known` has the entries of all ranks that it
+    can reach. The number is infinite if an entry in `known` names a rank whose entry is missing."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
     if not known.keys() >= set().union(*order):
         return math.inf
@@ -322,7 +338,7 @@ def _num_rounds(known: _Known) -> float:
 
 
 def _refuse(known: _Known, fault: Fault) -> None:
-    """Raise Refused if any rank reports an error, or if a set is not listed by all of its ranks."""
+    """Raise Refused if an entry has an error, or if only some of a set's ranks list the set."""
     said = _told_by(known[rank].fault for rank in sorted(known))
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
@@ -340,21 +356,22 @@ def _refuse(known: _Known, fault: Fault) -> None:
 
 
 def current_world() -> bytes | None:
-    """Token of the default process group; None without one. Ranks of two default groups cannot be compared."""
+    """Return the token of the default process group, or None if there is no default process group. Global ranks that
+    were recorded under two different tokens cannot be compared."""
     world = default_group()
     return None if world is None else made_under(world).token
 
 
 class Agreed:
-    """A binding: data that ranks have built together and cache from one call to the next.
+    """Binding: data that ranks have built together and cache from one call to the next.
 
     Attributes:
         component: All ranks that vote together.
-        token: Bytes that identify the binding, equal on all of its ranks.
-        sets: Set of ranks that share parameters -> indices of these parameters, small sets first; without sets of one
-            rank.
-        world: Token of the default process group when the binding was made. Under any other one, the binding is
-            invalid.
+        token: Bytes that identify the binding, equal on all ranks of the component.
+        sets: Set of ranks that share parameters -> indices of these parameters, small sets first. Sets of one rank are
+            omitted.
+        world: Token of the default process group when the binding was made. The binding is invalid under any other
+            default process group.
     """
 
     def __init__(self, component: Ranks, token: bytes, sets: Mapping[Ranks, tuple[int, ...]]) -> None:
@@ -367,14 +384,16 @@ _K = TypeVar("_K", bound=Agreed)
 
 
 class Call(ABC, Generic[_K]):
-    """One rank's side of a collective call: a step, gradient clipping, QK-clip. Except for `renew`, its methods run
-    inside a guard (`Fault`) that records exceptions, so they may raise any exception.
+    """One rank's part in a collective call: a step, gradient clipping or QK-clip.
+
+    The methods `known`, `is_current`, `before`, `sets`, `read` and `lines` are allowed to raise any exception, because
+    they are called inside a `Fault`, which records exceptions.
 
     Attributes:
         phase: The operation to vote on.
-        renews: What to do if ranks have different cached bindings. True: rebuild them. False: raise an error.
-        doing: Verb for error messages ("clip").
-        rule: Sentence for error messages that says what must be the same on all of these ranks.
+        renews: True to rebuild the cached bindings if ranks have different ones; False to raise an error.
+        doing: Verb for error messages, such as "clip".
+        rule: Sentence for error messages that states what must be equal on all ranks of a set.
     """
 
     phase: Phase
@@ -384,38 +403,47 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """Return the cached binding of the last call; None if there is none, or if it does not apply to this call."""
+        """Return the binding that the last call cached, or None if no cached binding applies to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """True if the cached binding `kept` matches the current parameters, layouts and options."""
+        """Return True if the cached binding `kept` matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
-        """Return the ranks of the last vote, for a rank without a cached binding. None if it has not voted yet under
-        the current default process group."""
+        """Return the ranks of this rank's last vote, or None if this rank has not yet voted under the current default
+        process group. Called on a rank without a cached binding."""
         return None
 
     @abstractmethod
     def sets(self, fault: Fault) -> list[Ranks]:
-        """Return the sets whose ranks may wait for this rank. Records in `fault` why a set cannot be determined."""
+        """Return the sets of ranks in which other ranks may be waiting for this rank. If a set cannot be determined,
+        records the reason in `fault`."""
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Rebuild the cached binding. Collective over the component. Runs outside any guard, so it records exceptions
-        in `fault` itself. `before` has the ranks that last voted together, if known."""
+        """Rebuild the cached binding. Collective over the component.
+
+        No caller catches exceptions of this method, so it must record them in `fault`. `before` has the ranks that
+        last voted together, or is None if they are unknown.
+        """
 
     @abstractmethod
     def read(self, kept: _K) -> Ballot:
-        """Read all inputs of the call and return the ballot, with flags for conditions such as a due audit. Changes
-        nothing."""
+        """Read all inputs of the call and return this rank's ballot, with flags for conditions such as a due audit.
+        Must not change weights, gradients or momentum, because the vote can still refuse the call."""
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Return text lines for the inputs of a set's digest, to show where ranks differ."""
+        """Return the inputs of a set's digest as lines. If digests differ, an error message shows the first lines that
+        differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        """Format an error message about the first difference between the ranks of a set. `everyone` has the lines of
-        each rank, or None for a rank that does not list the set."""
+        """Format an error message about the first difference between the ranks of a set.
+
+        Args:
+            ranks: The set.
+            everyone: The result of `lines` on each rank of the set; None for a rank that does not list the set.
+        """
         told = [lines or ["nothing to say"] for lines in everyone]
         each = zip(ranks, told, strict=True)
         pairs = ((rank, *pair) for rank, theirs in each for pair in zip(told[0], theirs, strict=False))
@@ -429,19 +457,20 @@ class Call(ABC, Generic[_K]):
         """Vote until all ranks of the component can proceed, rebuilding stale bindings. Collective over the component.
 
         Args:
-            fault: This rank's error so far, if it has one.
-            fresh: A binding that all ranks know to be current; None: use the cached one.
+            fault: Record of this rank's error, if this rank already has one.
+            fresh: A binding that all ranks know to be current, or None to use the cached binding.
 
         Returns:
             The binding for the call, and the verdict of the vote.
 
         Raises:
-            Refused: Some rank has an error, or ranks differ. Raised on every rank; nothing has changed.
+            Refused: Some rank has an error, or inputs differ between ranks. Raised on every rank, before the call has
+                changed anything.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         while True:
             kept, ballot, flags = fresh, Ballot(self.phase), Flag.NONE
-            with fault:  # errors must not keep this rank from voting, since the other ranks wait for it
+            with fault:  # this rank must vote even after an error, because the other ranks wait for its vote
                 if kept is None:
                     last = self.known()
                     kept = last if last is not None and last.world == current_world() else None
@@ -463,10 +492,10 @@ class Call(ABC, Generic[_K]):
             fresh = self.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
     def renewed(self, fault: Fault) -> _K:
-        """Rebuild the binding on a rank that has none. Collective over the component: ranks with a cached binding learn
-        of the rebuild in their vote, see [Note: who votes]."""
+        """Rebuild the binding, starting on a rank without a cached binding. Collective over the component: ranks with a
+        cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
-        for _ in range(2):  # a second try after an interrupt, since the other ranks wait for this rank
+        for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
             with fault:
                 before = self.before()
                 sets = in_order(self.sets(fault) if before is None else [before])
@@ -479,8 +508,11 @@ class Call(ABC, Generic[_K]):
         return self.renew(component, fault)
 
     def _refuse_unless_stale(self, kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Ballot) -> None:
-        """Find out collectively why the vote failed, and raise Refused on every rank. If ranks have different cached
-        bindings and `renews` is True, return on every rank instead, so that they are rebuilt."""
+        """Find out why the vote failed, and raise Refused on every rank. Collective over the component.
+
+        If ranks have different cached bindings and `renews` is True, return on every rank instead, so that the caller
+        rebuilds the bindings.
+        """
         component, token = kept.component, kept.token if self.renews else b""
         everyone = gather({(): token, **digests}, component, fault)
         if verdict.phase != self.phase:
@@ -501,14 +533,14 @@ def refuse_unlike(
 
     Args:
         everyone: Rank -> set -> digest, for all ranks of the component.
-        lines: Function that returns this rank's lines for a set, from which its digest was made.
-        text: Function that describes the difference between the lines of the ranks of a set.
-        fault: This rank's error, if it has one.
+        lines: Function that returns this rank's inputs of a set's digest, as lines.
+        text: Function that makes an error message from a set and the lines of each rank of the set.
+        fault: Record of this rank's error, if this rank has one.
     """
     component, unlike, mine = tuple(everyone), None, None
     with fault:
         for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-            # unlike digests, or a digest on only some of the ranks
+            # the digests differ, or only some ranks of the set have a digest
             if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
                 unlike = ranks
                 break

@@ -1,1 +1,1 @@
-"""The `shardmuon` command, which may import any other part of the package."""
+"""The `shardmuon` command. This package is allowed to import any other part of shardmuon."""

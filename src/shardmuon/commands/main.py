@@ -1,5 +1,5 @@
-"""The `shardmuon` command: `plan`, `route` and `verify`. The module of `verify` takes seconds to import, which happens
-only when it is asked for."""
+"""The `shardmuon` command, with the subcommands `plan`, `route` and `verify`. The module of `verify` takes seconds to
+import, so it is imported only if the user runs `shardmuon verify`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. `argv` defaults to the arguments of the command line.
+    """Run a subcommand of `shardmuon`.
+
+    Args:
+        argv: The subcommand and its arguments. Default: the arguments of the command line.
 
     Returns:
-        Exit status of the subcommand. It is 2, after an error message, if the arguments or the model that they name are
-        invalid.
+        Exit status of the subcommand. If the arguments or the user's model cause an error, the error message is printed
+        and the status is 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -49,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return cast(int, args.run(args))
-    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # from user arguments or the model
+    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # from the user's arguments or model
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `shardmuon plan` to a parser. Only some options of `Muon` have an argument; the function
-    `shardmuon.foresight.plan` takes all of them."""
+    """Add the arguments of `shardmuon plan` to a parser. The command line has arguments for only some options of
+    `Muon`; the function `shardmuon.foresight.plan` accepts all of these options."""
     parser.set_defaults(run=_plan)
     parser.add_argument(
         "model", help="a preset (llama3-8b, deepseek-v3, ..), a config.json (needs transformers), or MODULE:FUNCTION"
@@ -77,7 +80,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print the time, memory and communication that Muon will need in a job. Returns exit status 0."""
+    """Print the time, memory and communication that Muon will need in a job. Returns 0, the exit status."""
     if args.html is not None and not args.html.parent.is_dir():
         raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}. Make it first")
     report = plan(
@@ -99,12 +102,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `shardmuon verify` to a parser."""
     import_module("shardmuon.commands.verify").add_arguments(parser)
 
 
 def _add_route(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `shardmuon route` to a parser."""
     parser.set_defaults(run=_route)
     parser.add_argument(
         "model",
@@ -116,12 +117,12 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
 
 
 def _route(args: argparse.Namespace) -> int:
-    """Print the routing table (which optimizer updates each parameter, and why) and its warnings. No optimizer, data or
-    training step is needed. Returns exit status 0."""
+    """Print a model's routing table, which lists the optimizer of each parameter and the reason for it, and then the
+    warnings about the routing. Needs no optimizer, data or training step. Returns 0, the exit status."""
     model = make_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        groups = param_groups(model, lr=1.0)  # any lr, because the table does not depend on it
+        groups = param_groups(model, lr=1.0)  # any lr works, because the table does not depend on lr
     print(groups if args.each else groups.summary())
     for warning in caught:
         print(f"\nwarning: {warning.message}")

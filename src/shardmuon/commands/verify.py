@@ -1,5 +1,5 @@
-"""`shardmuon verify`: compare every sharding layout with a dense reference and with torch.optim.Muon, and print a
-table."""
+"""`shardmuon verify`: compare the results of all sharding layouts with a dense reference and with torch.optim.Muon, and
+print a table."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from shardmuon.variants import VARIANTS, names_in, stages_of
 
 
 def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str, str]]:
-    """Check one layout on a pool of ranks. A variant is compared only with the dense reference in one process, because
-    torch.optim.Muon has no variants.
+    """Check one layout on a pool of ranks.
 
-    Returns True if the layout keeps the contract, and the cells of the layout's row by column. The contract is that
-    every result is bitwise equal to the reference on every rank after every step, with products in fp32 and in bf16.
-    If tensors are not shared between ranks (as in "single"), each rank has its own matrices. Collectives and bytes
-    cover exchanges (in fp32), votes, and reductions of weight norms (8 bytes per matrix).
+    The layout is compared with the dense reference in one process and, if there is no variant, with torch.optim.Muon,
+    which has no variants. In layouts whose tensors are not shared between ranks (such as "single"), each rank has its
+    own matrices.
+
+    Returns:
+        True if the layout keeps the contract, and the layout's row of the table as column -> cell. The contract is that
+        every result is bitwise equal to the reference on every rank after every step, with matrix products in fp32 and
+        in bf16. The column "collectives" counts exchanges of tensors, votes, and reductions of weight norms. The column
+        "bytes/rank" counts the bytes of exchanges (in fp32) and of reductions (8 bytes per matrix).
     """
     options: dict[str, Any] = {"variant": variant} if variant else {}
     if not all(stage.decays for stage in stages_of({"variant": variant or None})):
@@ -39,7 +43,8 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
         dense += pool.run(compare_with_dense, layout, ns_dtype=dtype, lr=0.02, **options)
-        # at ZeRO stage 0 with half precision, DeepSpeed steps copies of the weights, which shardmuon refuses
+        # at ZeRO stage 0 with half precision, DeepSpeed gives the optimizer copies of the weights, and shardmuon raises
+        # an error for such copies
         if not variant and (layout != "zero0" or dtype == torch.float32):
             torches += pool.run(compare_with_torch, layout, dtype=dtype, lr=0.02)
     difference, done = _worst(c.max_difference for c in dense), [c.traffic for c in dense]
@@ -58,7 +63,7 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
 
 
 def _worst(found: Iterable[float]) -> float:
-    """Return the largest number, or NaN if any number is NaN."""
+    """Return the largest of the numbers, or NaN if any of them is NaN."""
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
@@ -89,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _slots() -> int:
-    """Search this device for batched matrix products whose result depends on the matrix's position (slot) in the batch.
-    Returns exit status 0 if there are none, else 1."""
+    """Search for batched matrix products whose result depends, on this device, on the position (slot) of a matrix in
+    the batch. Returns the exit status: 0 if the search finds none, else 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
     compared = unequal = 0
@@ -102,8 +107,8 @@ def _slots() -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print the table of all layouts. Returns exit status 0 if the results of each layout are bitwise equal to the
-    reference, else 1."""
+    """Print a table with a row for each layout and variant, or run the search that `--slots` requests. Returns the exit
+    status: 0 if every layout keeps the contract (`_row`), else 1."""
     if args.slots:
         return _slots()
     if args.ranks < 1:

@@ -1,4 +1,4 @@
-"""Gradients before a step: their norm over all ranks, clipping, loss scaling.
+"""Operations on gradients before a step: clipping by a norm over all ranks, and loss scaling.
 
-This package may import `step` and anything that `step` may import.
+This package is allowed to import the package `step` and everything that `step` is allowed to import.
 """

@@ -1,19 +1,22 @@
-"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded: the same bits on every
-rank, or an error on every rank.
+"""Clipping of all gradients by one norm for the whole job, however the parameters are sharded. All ranks get the norm
+with the same bits, or all ranks raise an error.
 
 [Note: who sums with whom]
     All ranks that are connected by shared parameters or by a `process_group` compute one norm together. If several
-    ranks store the same data, only one of them counts it.
+    ranks store the same data, only one of them counts this data.
 
-    For some tensors, it is not known whether other ranks have replicas. A plain tensor may be a replica, as under DDP,
-    or a rank's own. DTensors on some of the ranks, such as one data-parallel axis of a mesh, may have replicas on the
-    others (layers that tensor parallelism does not shard) or not (experts, pipeline stages). The gradients of such
-    tensors are called loose. They are treated as replicas, and count once, if ranks with the same position in their
-    sets of ranks have equal norms of all those of one shape together. A shape with few elements is a replica only if
-    the norms of all loose gradients on its set of ranks are equal, too: norms of few elements may be equal by chance.
+    For some tensors, this module cannot know whether other ranks have replicas. A plain tensor can be a replica, as
+    under DDP, or exist on one rank only. A DTensor on some of the ranks, such as the ranks of one data-parallel axis,
+    can have replicas on other ranks (in layers that tensor parallelism does not shard) or none (in experts and pipeline
+    stages). The gradients of such tensors are called loose. Loose gradients are compared by shape: each rank computes
+    the norm of all its loose gradients of one shape together. If ranks with the same position in their sets of ranks
+    have equal norms, these gradients are treated as replicas and count once. Norms of few elements can be equal by
+    chance. So gradients of a shape with few elements are treated as replicas only if the norms of all loose gradients
+    on their sets of ranks are equal as well.
 
-    Ranks that share other parameters must have equal loose gradients of plain tensors, since unequal ones are probably
-    replicas that were not averaged. This does not apply if all of these ranks are in one `process_group`.
+    Ranks that share other parameters must have equal loose gradients of plain tensors, because unequal gradients are
+    probably replicas that were not averaged. This rule does not apply if all of these ranks are in the `process_group`
+    that is passed to the function.
 """
 
 from __future__ import annotations
@@ -51,44 +54,45 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     process_group: Any = None,
-) -> Tensor:  # 0-dim, plain
+) -> Tensor:  # 0-dim plain tensor
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the norm of all gradients as one vector.
 
-    Call this after the last backward pass of a step and before `step()`, on every rank that shares a parameter, even if
-    the rank has no gradients. Parameters of Muon and of AdamW, DTensors on any meshes and plain tensors are treated in
-    the same way, and each element counts once. The norm is summed in fp64 and rounded to fp32, and has the same bits on
-    every rank. docs/clipping.md explains how clipping affects Muon, and which ranks compute a norm together.
+    Call this function after the last backward pass of a step and before `step()`, on every rank that shares a
+    parameter, even if the rank has no gradients. Parameters of Muon and of AdamW, DTensors on any meshes and plain
+    tensors are treated in the same way, and each element counts once. The norm is summed in fp64, rounded to fp32, and
+    has the same bits on every rank. docs/clipping.md explains how clipping affects Muon, and which ranks compute a norm
+    together.
 
     Args:
         parameters: An optimizer, some of its `param_groups`, a module, parameters or named parameters. Prefer the
-            optimizer or groups: only they can say on which `process_group` or `tp_group` plain tensors are replicas or
-            shards (() for none).
+            optimizer or groups, because only groups have the options `process_group` and `tp_group`, which name the
+            ranks on which plain tensors are replicas or shards (() for none).
         max_norm: Largest allowed norm.
         norm_type: p > 0 of the p-norm; inf for the largest absolute value.
-        error_if_nonfinite: Raise if the norm is inf or nan. Otherwise gradients are multiplied by 0 or nan, as torch
-            does.
-        process_group: Also sum over the ranks of this group, and over all ranks that share parameters with one of them.
-            Needed for pipeline stages, and for experts that only one rank has.
+        error_if_nonfinite: True raises an error if the norm is inf or nan. False multiplies gradients by 0 or nan in
+            this case, as torch does.
+        process_group: Group whose ranks compute one norm, together with all ranks that share parameters with one of
+            them. Needed for pipeline stages, and for experts that only one rank has.
 
     Returns:
         The norm before clipping, on the device of the first parameter.
 
     Raises:
         ValueError: Gradients or arguments are wrong on some rank. Raised on every rank; no gradient has been scaled.
-        TypeError: Parameters are given as a set, whose order differs between ranks.
-        RuntimeError: The norm is not finite and `error_if_nonfinite` is set. Raised on every rank.
-        ExchangeError: A rank died or hung, or this rank failed after the ranks had agreed on the norm. This rank's
-            gradients are set to None, so that no rank takes a step with them.
+        TypeError: `parameters` is a set, whose order can differ between ranks.
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is True. Raised on every rank.
+        ExchangeError: A rank died or hung, or this rank failed after the ranks had agreed to clip. This rank's
+            gradients are set to None, so that no rank can take a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if isinstance(parameters, SETS):  # checked before any communication, so that no rank waits
+    if isinstance(parameters, SETS):  # checked before any communication, so that no other rank waits for this rank
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        parameters = list(parameters)  # an iterator can be read only once
+        parameters = list(parameters)  # an iterator can be consumed only once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
-    for _ in range(2):  # a second try after an interrupt, since other ranks wait for this rank
+    for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
         with fault:
             listed = _listed_of(parameters, fault)
             break
@@ -96,7 +100,7 @@ def clip_grad_norm_(
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
         refused = Hosts.clipped(one.param for one in listed) if host is None else host.clipping
-    if refused is not None:  # every rank raises this: a framework owns the gradients and clips them itself
+    if refused is not None:  # raised on every rank, because a framework owns and clips the gradients
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
@@ -111,7 +115,7 @@ def clip_grad_norm_(
         )
     with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # formula and dtypes of torch's clip_grad_norm_
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
                 foreach_mul_(alike, factor.to(device))
@@ -120,10 +124,11 @@ def clip_grad_norm_(
 
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
-    """Set this rank's gradients to None and raise an error if this rank fails after the last communication.
+    """Set this rank's gradients to None if the code in the `with` block raises an error, and re-raise the error or an
+    ExchangeError with this error as its cause. Gradients stay if the error is Refused, which all ranks raise.
 
-    Other ranks cannot learn of the failure and continue with scaled gradients; the next step is then refused on every
-    rank that shares these parameters.
+    Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
+    step then raises an error on every rank that shares these parameters, because this rank has no gradients.
     """
     try:
         yield
@@ -140,18 +145,19 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
         ) from wrong
 
 
-_ALIGN = 1  # bit in the vote: some gradients must be redistributed first
+_ALIGN = 1  # presence bit in the vote: some gradients must be redistributed before the norm is computed
 
 
 def _listed_of(source: Any, fault: Fault) -> list[Listed]:
-    """List the parameters of an optimizer, module, tensor or list, in the user's order."""
+    """List the parameters of an optimizer, module, tensor or list, in the user's order. If a parameter is not a tensor,
+    records an error in `fault`."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
         place = {key: group.get(key) for key in ("process_group", "tp_group")}
-        options = {**place, "use_muon": False}  # clipping needs no matrices
+        options = {**place, "use_muon": False}  # False, because clipping does not need matrices
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
@@ -165,21 +171,25 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
 
 
 class _BoundGradients(Agreed):
-    """Cached layouts of the parameters to be clipped, which all connected ranks build together. Has no reference to a
-    tensor.
+    """Cached layouts of the parameters to be clipped, which all connected ranks build together. The cache holds no
+    reference to a tensor.
 
     Attributes:
-        beyond: The ranks of `process_group`, ascending; None if it has no rank besides this one.
-        engines: For each parameter, the engine that gives access to its local storage.
+        beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
+        engines: For each parameter, the engine (layout adapter) that gives access to the parameter's local storage.
         key: Cache key, which changes with parameters, layouts and options.
-        counted: Indices of the parameters whose local data this rank counts; other ranks with the same data do not.
-        loose: (set of ranks, shape) -> indices of its tensors that may have replicas on other ranks, see [Note: who
-            sums with whom]. For a plain tensor, the set has this rank only.
-        lines: Text about each parameter, equal on all ranks that share it.
-        compared: True for each parameter that must have a gradient on all ranks that share it, or on none.
-        in_order: Indices of the parameters in the order of communication: small sets of ranks first, then as listed.
-        together: Ranks with which this rank shares parameters; () if `beyond` contains all of them.
-        replicas: The different values of `together` on all ranks. Loose gradients of plain tensors must be equal within
+        counted: Indices of the parameters whose local data this rank counts. No other rank with the same data counts
+            this data.
+        loose: (set of ranks, shape) -> indices of the parameters on this set of ranks, with this shape, whose gradients
+            are loose ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
+        lines: Description of each parameter, equal on all ranks that share the parameter.
+        compared: For each parameter, True if its gradient must exist either on all ranks that share the parameter or on
+            none of these ranks.
+        in_order: Indices of the parameters in the order of communication: parameters on small sets of ranks first, and
+            the parameters of one set in the user's order.
+        together: This rank and the ranks with which it shares parameters, ascending; () if `beyond` contains all of
+            these ranks or this rank shares no parameter.
+        replicas: The distinct values of `together` on all ranks. Loose gradients of plain tensors must be equal within
             each of these sets.
     """
 
@@ -212,26 +222,26 @@ class _BoundGradients(Agreed):
 
 
 def _is_own(group: Group) -> bool:
-    """True if a parameter group's option `process_group=()` declares that its plain tensors exist on this rank only, as
-    experts do."""
+    """Return True if a parameter group has the option `process_group=()`. This option declares that the group's plain
+    tensors exist on this rank only, as experts do."""
     found = GroupRef.of(group.get("process_group"))
     return found is not None and not found.ranks
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
-    """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each, and the
-    engine's summary of its layout. A new tensor may reuse an id; if it also has the same layout, the cached layouts are
-    valid for it, too."""
+    """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each parameter,
+    and the engine's summary of the parameter's layout. A new tensor can reuse the id of an old tensor. If the keys are
+    equal all the same, both tensors have the same layout, so the cached layouts are valid for the new tensor."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """True if this rank counts its part of a tensor in the norm, because it is the first of the ranks that store this
-    part.
+    """Return True if this rank counts its part of a tensor in the norm. Of the ranks that store the same part, only the
+    first rank counts it.
 
     Raises:
-        ValueError: This rank is the first for some of its pieces of the tensor, but not for all of them.
+        ValueError: This rank is the first for some of its pieces of the tensor, but not for all of these pieces.
     """
     rank = my_rank()
     first = {layout.keepers[piece][0] == rank for piece in layout.pieces[rank]}
@@ -243,7 +253,7 @@ def _counts(layout: ParamLayout) -> bool:
     return True in first
 
 
-# Cache: first parameter of a list -> layouts of the parameters in the last list that began with it
+# Cache: parameter -> layouts of the last list of parameters that began with this parameter
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
@@ -254,14 +264,17 @@ class _Clipping(TableCall[_BoundGradients]):
     Attributes:
         params: This rank's parameters.
         norm_type: p of the p-norm.
-        text: The caller's arguments as text, which must be equal on all ranks.
-        fault: This rank's error so far, if it has one.
-        beyond: The ranks of `process_group`, ascending; None if it has no rank besides this one.
-        held: Index of a parameter -> local storage of its gradient, if this rank has a part of the gradient.
-        states: For each gradient NONE, READY, or MISPLACED if its layout is not the parameter's.
+        text: String of the caller's arguments, which must be equal on all ranks.
+        fault: Record of this rank's error, if this rank has one.
+        beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
+        held: Index of a parameter -> local storage of the parameter's gradient, if this rank stores a part of the
+            gradient.
+        states: State of each parameter's gradient: NONE (no gradient), READY, or MISPLACED (the gradient's layout
+            differs from the parameter's layout).
         counted: Norm of the elements that no other rank counts.
-        loose: For each set of ranks and shape with loose gradients (see [Note: who sums with whom]): a fingerprint and
-            the norm of this rank's part of them, and True for plain tensors. Replicas have equal fingerprints.
+        loose: One entry for each set of ranks and shape with loose gradients ([Note: who sums with whom]): a
+            fingerprint of this rank's part of these gradients, the norm of this part, and a bool that is True for plain
+            tensors. Replicas have equal fingerprints.
     """
 
     params: Sequence[Listed]
@@ -280,7 +293,7 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # with another `process_group`, other ranks take part in the vote
+        # a binding that was cached for a different `process_group` is invalid, because different ranks vote
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
@@ -295,11 +308,12 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        if all(has_params for _, has_params in everyone):  # a rank without parameters would have no cache key
+        if all(has_params for _, has_params in everyone):  # without parameters, a rank has no key for the cache
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute the norms that it counts, and return its ballot."""
+        """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's
+        ballot."""
         self.states, self.held = [NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
@@ -318,14 +332,15 @@ class _Clipping(TableCall[_BoundGradients]):
         return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
 
     def _count(self, kept: _BoundGradients) -> None:
-        """Compute the norms of the gradients that this rank counts."""
+        """Compute the norms of the gradients that this rank counts, and the fingerprints of loose gradients."""
         own = {n: local for n, local in self.held.items() if n in kept.counted}
         norms, self.loose = dict[tuple[Ranks, Ints], float](), []
         for key, numbers in kept.loose.items():
             norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
-            # norms of fewer than 64 bf16 elements a rank are often equal by chance (of one: in 1 of 500 pairs)
+            # norms of fewer than 64 bf16 elements per rank are often equal by chance: for single elements, the norms
+            # of 1 in 500 pairs are equal
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:
@@ -333,14 +348,14 @@ class _Clipping(TableCall[_BoundGradients]):
         self.counted = _norm_of(list(own.values()), self.norm_type)
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
-        """Return lines of text that ranks compare: the arguments, then one line per shared parameter with the state of
-        its gradient."""
+        """Return the lines that ranks compare: one line with the caller's arguments, and one line per shared parameter
+        with the state of the parameter's gradient."""
         words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
-        """Redistribute gradients to the placements of their parameters, in the same order on all ranks that share them.
-        Collective."""
+        """Redistribute gradients to the placements of their parameters, in the same order on all ranks. Collective over
+        the ranks that share these parameters."""
         for number in bound.in_order:
             param = self.params[number].param
             if self.states[number] == MISPLACED:
@@ -377,13 +392,13 @@ class _Clipping(TableCall[_BoundGradients]):
 # ------------------------------------------------------------------------------------- norms of local tensors
 
 
-_SMALL = 1 << 12  # elements; smaller tensors are concatenated, since a copy takes less time than a separate norm
-_CHUNK = 1 << 22  # elements; CPUs copy to fp64 before they sum, and this bounds the size of the copy
+_SMALL = 1 << 12  # elements; smaller tensors are concatenated, because a copy takes less time than a separate norm
+_CHUNK = 1 << 22  # elements; larger tensors are split into such chunks, because on CPUs torch copies a chunk to fp64
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Compute the p-norm of all elements of the tensors, taken as one vector. Waits for the result once per device and
-    dtype."""
+    """Compute the p-norm of all elements of the tensors, taken as one vector. The CPU waits for the device once per
+    device and dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         small = [part for part in alike if part.numel() < _SMALL]
@@ -403,8 +418,8 @@ def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype],
 
 
 def _combine(norms: Iterable[float], norm_type: float) -> float:
-    """Compute the p-norm of a vector from the p-norms of its parts. The order of the parts does not change the
-    result."""
+    """Compute the p-norm of a vector from the p-norms of its parts. The result does not depend on the order of the
+    parts."""
     values = [norm for norm in norms if norm != 0.0]
     if any(map(math.isnan, values)):
         return math.nan

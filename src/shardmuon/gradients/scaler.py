@@ -1,15 +1,17 @@
-"""Loss scaling for fp16 with sharded gradients: all ranks skip a step or none does, and the scale is equal on all
-ranks.
+"""Loss scaling for fp16 with sharded gradients: either all ranks skip a step or no rank does, and the scale is equal on
+all ranks.
 
 [Note: what torch's scalers agree on]
-    torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. If one rank skips a step and others do
-    not, these others wait forever; if the scale drops on some ranks only, the next gradients are wrong. With DTensors,
-    torch (2.11 .. 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each dtype and
-    device. This is right if all parameters have the same sharding, but wrong if, for example, the weight of a norm
-    layer is replicated and comes before sharded weights. It refuses a mix of plain tensors and DTensors.
-    ShardedGradScaler reduces over a process group, but refuses such a mix, too. An optimizer that decides by itself
-    (`_step_supports_amp_scaling`) could make all ranks skip a step, but could not lower the scale on ranks with finite
-    gradients, and frameworks refuse to clip gradients for such optimizers.
+    torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. If one rank skips a step, the ranks
+    that do not skip it wait forever for that rank. If the scale drops on some ranks only, the next gradients are wrong.
+    With DTensors, torch (2.11 .. 2.13) reduces `found_inf` over the mesh axes that shard the *first* gradient of each
+    dtype and device. The result is right if all parameters have the same sharding, but wrong if, for example, the
+    weight of a norm layer is replicated and comes before sharded weights. torch.amp.GradScaler also raises an error for
+    a mix of plain tensors and DTensors.
+
+    ShardedGradScaler reduces `found_inf` over a process group, but raises an error for such a mix as well. An optimizer
+    that decides by itself (`_step_supports_amp_scaling`) could make all ranks skip a step, but could not lower the
+    scale on ranks with finite gradients. In addition, frameworks refuse to clip gradients for such optimizers.
 """
 
 from __future__ import annotations
@@ -32,23 +34,24 @@ class GradScaler(torch.amp.GradScaler):
     """Drop-in replacement for torch.amp.GradScaler that works with any layout and any optimizer.
 
     If any rank has an infinite or NaN gradient, `step` leaves weights, momentum and counters unchanged on all ranks,
-    and `update` lowers the scale on all ranks. To clip, call `unscale_`, then `shardmuon.clip_grad_norm_`, then `step`.
-    Scaling by powers of two (the default) does not change the bits of fp32 updates, except for values too small or too
-    large to scale.
+    and `update` lowers the scale on all ranks. To clip gradients, call `unscale_`, then `shardmuon.clip_grad_norm_`,
+    then `step`. Scales that are powers of two (as by default) do not change the bits of fp32 updates, unless a scaled
+    value underflows or overflows.
 
     Args:
         device: Device of the scale, "cuda" or "cpu".
         init_scale: Initial scale.
-        growth_factor: Factor for the scale after `growth_interval` steps without an infinite or NaN gradient.
-        backoff_factor: Factor for the scale after a skipped step.
-        growth_interval: Number of steps before the scale grows.
+        growth_factor: Factor by which the scale grows after `growth_interval` steps without an infinite or NaN
+            gradient.
+        backoff_factor: Factor by which the scale is multiplied after a skipped step.
+        growth_interval: Number of successive steps without an infinite or NaN gradient before the scale grows.
         enabled: False disables scaling: `step` only calls `optimizer.step()`.
-        process_group: The ranks that train one model together; all of them must call `unscale_` or `step`. Default:
-            all ranks.
+        process_group: Group of the ranks that train one model together. All of these ranks must call `unscale_` or
+            `step`. Default: all ranks.
 
     Raises:
         ValueError: Some rank has gradients that are fp16 or sparse. Raised by `unscale_` and `step`, on every rank.
-            Repeat the step from its forward pass, because some gradients may already have been unscaled.
+            Repeat the step from its forward pass, because other ranks may already have unscaled their gradients.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -74,17 +77,17 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 
-    def _unscale_grads_(  # ShardedGradScaler in torch 2.11 .. 2.13 overrides this method, too
+    def _unscale_grads_(  # overrides a private method of torch, as ShardedGradScaler does (torch 2.11 .. 2.13)
         self,
         optimizer: Optimizer,
         inv_scale: Tensor,  # 0-dim, fp32
         found_inf: Tensor,  # 0-dim, fp32; set to 1 if any gradient on any rank is not finite
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscale every gradient in place, and set `found_inf` on all ranks if any rank has a gradient that is not
-        finite. Collective."""
+        """Unscale every gradient in place, and set `found_inf` to 1 on all ranks if any rank has a gradient that is not
+        finite, else to 0. Collective over the ranks of `process_group`."""
         fault, bad, flags = Fault(), False, list[Tensor]()
-        with fault:  # errors raised in this block are reported to the other ranks
+        with fault:  # `settle` reports errors in this block to the other ranks
             named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
             for name, grad in grads:
@@ -98,7 +101,8 @@ class GradScaler(torch.amp.GradScaler):
                         "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
                         "torch.float16, reduce_dtype=torch.float32)"
                     )
-            stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []  # change all or none
+            # if any gradient on this rank is unusable, no gradient on this rank may change
+            stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
             for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
                 flags.append(torch.zeros((), dtype=torch.float32, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, flags[-1], inv_scale.to(device))
