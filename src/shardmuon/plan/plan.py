@@ -21,8 +21,8 @@ class Kept(NamedTuple):
     variant. NorMuon's second moments are an example.
 
     Attributes:
-        layout: Layout of the state tensor. For each matrix of the parameter, it has one matrix of shape 1 x n, of which
-            a rank stores either all or nothing.
+        layout: Layout of the state tensor, which contains one matrix of shape 1 x n for each matrix of the parameter. A
+            rank stores either all or nothing of such a matrix.
         travels: True if the rank that orthogonalizes a matrix also changes the values and must send them to all ranks
             that store them.
     """
@@ -37,12 +37,12 @@ class Spec(NamedTuple):
     Attributes:
         name: Name of the parameter in messages and tables.
         layout: Layout of the parameter, which gives the pieces that each rank stores.
-        hows: For each matrix, a text that describes how the matrix is orthogonalized. Matrices of a batch have equal
-            texts.
+        hows: For each matrix, a text that describes how the matrix is orthogonalized. Only matrices with equal texts
+            can be in the same batch.
         costs: Floating point operations to orthogonalize each matrix.
         itemsizes: For each matrix, the number of bytes per element in which the matrix is sent.
-        batch: Text that lists the coefficients and the stages of the Muon variant. Matrices of a batch have equal
-            texts.
+        batch: Text that lists the coefficients and the stages of the Muon variant. Only parameters with equal texts can
+            have matrices in the same batch.
         kind: Type of the parameter's device. Parameters of a bucket have equal device types.
         kept: State tensors with values per matrix, one for each variant stage that has such state.
         reasons: For each matrix, the reason why its method was chosen, for printed plans. If empty, no reasons are
@@ -69,7 +69,7 @@ class Policy(NamedTuple):
             whose estimated time is at most 2% above the fastest. For matrices that are not exchanged, the default is 4
             MiB on a CPU. On other devices, it is 32 MiB or 1/32 of the size of the matrices' momentum in fp32,
             whichever is larger.
-        machine: Rates from which the time of a plan is estimated.
+        machine: Rates of the machine, from which the time of a plan is estimated.
         each: True if the planner is allowed to let every replica orthogonalize all of its matrices itself where that is
             faster. Must be False if the ranks' machines differ: the results of different machines could differ in bits,
             and replicas would diverge.
@@ -121,7 +121,7 @@ class Item(NamedTuple):
 
 class Bucket(NamedTuple):
     """Matrices that are processed together: exchanged between ranks and orthogonalized, or only orthogonalized. In a
-    plan, exchanged buckets are sorted as tuples of these fields.
+    plan, exchanged buckets are sorted by the first five of these fields.
 
     Attributes:
         ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
@@ -160,7 +160,7 @@ class Plan:
             if ranks that exchange buckets with several sets of ranks used different orders, they could deadlock.
         notes: Lines that are printed below the plan. They explain choices that depend on estimated times, and the plan
             as a whole.
-        policy: Bounds and machine rates from which the plan was made.
+        policy: Limits and machine rates from which the plan was made.
     """
 
     specs: tuple[Spec, ...]
@@ -194,7 +194,7 @@ class Plan:
         return found
 
     def loads(self) -> dict[int, int]:
-        """Map each rank to the floating point operations of the matrix products that it computes in one step."""
+        """Map each rank to the floating point operations of the matrix products that the rank computes in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:

@@ -34,17 +34,17 @@ from shardmuon.price.machines import Machine
 _LATE = 1.03  # a rank with more than this multiple of the mean load gives matrices to other ranks
 # Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
 # itself. The next two constants define what is enough.
-_NO_GAIN = 102  # percent: minimum ratio of the time with division to the time without
-_LATENCIES = 3  # minimum time saved without division, in latencies of exchanges between nodes
-_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
+_NO_GAIN = 102  # minimum ratio of the time with division to the time without division, in percent
+_LATENCIES = 3  # minimum time that must be saved, in latencies of exchanges between nodes
+_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets that the planner tries
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
-_OF_MOMENTUM = 32  # a local bucket can have 1/32 of the bytes of its matrices' fp32 momentum if that exceeds _LEAST_BYTES
-_NO_DEARER = 102  # a choice that needs less memory is allowed this percentage of the shortest time
+_OF_MOMENTUM = 32  # limit of a bucket without exchange: 1/32 of the fp32 momentum or _LEAST_BYTES
+_NO_DEARER = 102  # limit on the time of a choice that needs less memory, in percent of the shortest time
 _FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.slots`
 _LAUNCHES = 30  # number of kernel launches in five Newton-Schulz steps
-_PACKS, _APPLIES, _FILLS = 30, 26, 12  # memory traffic in bytes per element, see `foresight.hardware`
+_PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes of memory traffic per element in these phases of a step, see `foresight.hardware`
 
 _Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
 _Share = list[Item]  # the matrices of a bucket
@@ -70,7 +70,7 @@ class _Way(NamedTuple):
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Make a plan: assign an owner and a bucket to every matrix."""
+    """Make a plan, which assigns owners and a bucket to every matrix of the parameters in `specs`."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
         matrices = range(len(spec.layout.view.matrices))
@@ -83,7 +83,7 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
     """Assign owners and buckets to the matrices that a set of ranks shares. Either all ranks divide the matrices among
-    themselves, or every replica orthogonalizes all of its matrices itself if the estimate for that is enough faster."""
+    themselves, or every replica orthogonalizes all of its matrices itself if that is estimated to save enough time."""
     owners = _owners(specs, drafts, ranks, policy.machine.per_node)
     _hand_on(specs, drafts, owners, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
@@ -101,8 +101,8 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
 
 def _gains(shared: int, alone: int, policy: Policy) -> bool:
     """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
-    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred: replicas that receive the
-    same results are certain to stay equal."""
+    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred, because replicas that
+    receive the same results are certain to stay equal."""
     return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared
 
 
@@ -125,7 +125,7 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
     """Return the item with these owners. The route becomes "local" if no other rank stores any element of the matrix or
-    of state tensors that owners would send."""
+    of a state tensor that the owners must send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
@@ -135,13 +135,13 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
     """Choose the owner of each matrix that a set of ranks shares. Matrices with a single candidate are assigned first,
     the others in order of decreasing cost. Each matrix goes to the candidate that has the least work so far. Among
     candidates with equal work, those in the replica that has been assigned the fewest elements are preferred, because a
-    replica relays its results to the others. Remaining choices alternate between nodes."""
+    replica relays its results to the others. If several candidates remain, owners alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # operations of each rank; elements of each replica
+    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # by rank; by replica
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
@@ -193,8 +193,8 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
     """Choose an owner in every replica, so that each replica orthogonalizes its matrices by itself. Owners are chosen
     in the first replica. In every other replica, the rank that stores the same piece as the chosen rank becomes an
-    owner. Returns the items by their keys. If layouts differ in their replicas, only matrices of the layouts that cause
-    the most work are returned."""
+    owner. Returns the items by their keys. If not all layouts have the same replicas, only matrices of the layouts that
+    cause the most work are returned."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -263,8 +263,8 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Group matrices that can be in the same bucket. The keys are buckets without items, which hold the properties that
-    the matrices have in common."""
+    """Group matrices that can be in the same bucket. Each key is a bucket without items that has the properties of the
+    matrices in its group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -311,8 +311,8 @@ def _by_price(
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
     """Yield divisions of the matrices into buckets, among which the caller chooses. The matrices are first divided into
-    waves, each with matrices of all owners, for several numbers of waves. Then each wave becomes one bucket, or is
-    divided further by owners."""
+    waves, each of which contains matrices of all owners. Several numbers of waves are tried. Each wave then becomes one
+    bucket or is divided further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -485,8 +485,8 @@ class _Timed(NamedTuple):
     Attributes:
         work: Times of the bucket's phases without orthogonalization, on the rank that orthogonalizes the fewest
             elements.
-        computed: Rank that orthogonalizes matrices (owner) -> time of its matrix products and of the copies around
-            them.
+        computed: Dict from each owner, a rank that orthogonalizes matrices, to the time of the owner's matrix products
+            and of the copies before and after them.
         taken: Largest number of elements that any rank holds in buffers: the matrices that it orthogonalizes, and the
             results that it receives in the relay.
     """
@@ -498,7 +498,7 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on: by replica, the rest: by owner
+    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # keys: owners; in `passed_on`, replicas
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
     sent = relayed = 0  # numbers of elements that a rank sends in the gather, and receives in the relay
@@ -514,7 +514,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     if len(kept) >= most.holders * most.replicas:  # every rank owns matrices and does not send its own part of them
         sent -= min(sent, min(kept.values()))
     gather = relay = None
-    copied = 0  # nanoseconds to copy into the relay's send buffer
+    copied = 0  # time of copies to the relay's send buffer, in nanoseconds
     if most.holders > 1:
         gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
@@ -524,7 +524,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # in nanoseconds: memory traffic and work on the host
+    def passed(each: int, elements: int) -> int:  # nanoseconds of memory traffic and host work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

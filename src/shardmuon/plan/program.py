@@ -5,8 +5,8 @@ and wires, where a wire is the send or receive buffer of an exchange. Pure funct
     Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
     in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
     the other end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the
-    same place of the wire from which the gather sent the tile. A single rank owns all matrices, and its wires are
-    empty.
+    same place of the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
+    matrices, and its wires are empty.
 
 [Note: results in two stages]
     For each piece of a matrix, the owner communicates with a single rank that stores the piece, if possible a rank of
@@ -66,7 +66,7 @@ class KeptLoad(NamedTuple):
     """State values of one matrix, for example NorMuon's second moments, and their place in the buffer of an exchange.
 
     Attributes:
-        param, number: Index of the parameter, and index into its `Spec.kept`.
+        param, number: Index of the parameter, and index into the parameter's `Spec.kept`.
         tile: Location of the values in this rank's state tensor.
         start, size: Offset and size in the buffer, in elements of the buffer's dtype.
     """
@@ -83,7 +83,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         items: Indices of the matrices in the plan's items.
-        shape: (B, rows, cols).
+        shape: (number of matrices, rows, cols).
         start, stride: Matrix k of the batch begins at element start + k * stride of the buffer of batches.
     """
 
@@ -103,7 +103,8 @@ class Wire(NamedTuple):
         copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
             owns.
         passed: Copies from the scatter's receive buffer (`here`) to the relay's send buffer (`there`).
-        told, heard: State values of matrices that are sent (`told`) or received (`heard`).
+        told, heard: State values of matrices that are sent (`told`) or received (`heard`), with their places in the
+            buffers.
     """
 
     sent: Ints
@@ -152,7 +153,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
     """Make the program of one rank for a bucket. `missing`: indices of parameters that are left out because they have
     no gradient in this step."""
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-    numbers.sort(key=lambda n: _batch_key(plan, n))  # puts equal shapes together, so that their copies can be merged
+    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
     items = [plan.items[n] for n in numbers]
     batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
     own, ways = list[_Part](), _Ways(list)
@@ -169,8 +170,8 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
     def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-        """Make an exchange of results. `before`: tiles received in the previous exchange, from which tiles to be sent
-        now are copied. `kept`: True to include state values of matrices."""
+        """Make an exchange of results. `before`: tiles that the previous exchange received, some of which must be sent
+        on in this exchange. `kept`: True to include state values of matrices."""
         sent, out, told = _packed(ways, phase, True, bucket, kept)
         came, tiles, heard = _packed(ways, phase, False, bucket, kept)
         owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -219,7 +220,7 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    if rank != item.owner_for(layout, rank):  # a rank that is not the owner relays results only to ranks with the same piece
+    if rank != item.owner_for(layout, rank):  # relays results only to ranks with the same piece
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:
@@ -272,8 +273,8 @@ def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     """Merge copies into fewer copies with fewer dims.
 
-    Blocks of equal sizes and strides at equal distances on both sides become one block with an additional leading dim.
-    Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
+    Blocks of equal sizes and strides at equal distances in both buffers become one block with an additional leading
+    dim. Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
     several shapes.
     """
     found = [_merged(copy) for copy in copies]
@@ -286,7 +287,7 @@ def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
 
 def _merged(copy: Copy) -> Copy:
-    """Simplify a copy: drop dims of size 1, and merge neighboring dims that are contiguous on both sides."""
+    """Simplify a copy: drop dims of size 1, and merge neighboring dims that are contiguous in both buffers."""
     dims: list[tuple[int, int, int]] = []
     for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
         if size == 1:
