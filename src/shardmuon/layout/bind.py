@@ -42,8 +42,8 @@ class Listed(NamedTuple):
     """A parameter of an optimizer, with the options that determine its layout.
 
     Attributes:
-        name: Name for error messages.
-        identity: Name of the parameter that is equal on all ranks; "" if there is no such name.
+        name: Name of the parameter in error messages.
+        identity: Name of the parameter that all ranks have in common; "" if there is no such name.
         param, group: The tensor and its parameter group.
         view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
             matrices (an AdamW parameter).
@@ -72,8 +72,7 @@ class _Facts(NamedTuple):
     """First message of a rank to its component, the set of all ranks that shared parameters connect to this rank.
 
     Attributes:
-        ties: For each of this rank's parameters, including parameters that steps currently skip: the ranks that share
-            it.
+        ties: The ranks that share each of this rank's parameters. Parameters that steps currently skip are included.
         stamp: Text that identifies the rank's hardware and software, from `orthogonalize.stamp`.
         nonce: Random bytes, drawn anew for each table. The table's token is a hash of the nonces of all ranks. If two
             optimizers are otherwise equal, their tokens reveal that ranks step them in different orders.
@@ -89,7 +88,8 @@ class _Said(NamedTuple):
 
     Attributes:
         digest: Digest of the parameters' descriptions, which must be equal on all of these ranks.
-        extents: This rank's storage of each parameter, which may differ by rank.
+        extents: This rank's storage of each parameter. Unlike the descriptions, the storage can differ from rank to
+            rank.
         group: Name of a process group over these ranks, if this rank knows one; otherwise "".
     """
 
@@ -98,24 +98,24 @@ class _Said(NamedTuple):
     group: str
 
 
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the sets of ranks that the ties contain
+_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the `sets` of these ties
 _Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that these ranks share
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """The layouts of an optimizer's parameters and the ranks that share them. Ranks that share a parameter have equal
-    layouts of it.
+    layouts for this parameter.
 
     Attributes:
         component: All ranks that built the table, connected by shared parameters.
         params: This rank's parameters.
-        claims: This rank's description of its storage, for each parameter.
+        claims: For each parameter, this rank's description of what it stores.
         layouts: Layout of each parameter.
         sets: Set of ranks -> indices of the parameters that these ranks share. Small sets come first.
         groups: Set of ranks -> name of their process group, for sets where all ranks know the same group.
         stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
-        token: 16 bytes that identify this table, equal on all of its ranks.
+        token: 16 bytes that identify this table, equal on all ranks of the component.
     """
 
     component: Ranks
@@ -160,8 +160,9 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # `columns` has, for each part, the ranks that store the part. `rows` has, for each mate, the ranks of the mate's
-    # replica, provided that each of these ranks is in the column of the part that it stores.
+    # `columns` has, for each part, the ranks that store the part. `rows` has, for each mate (a rank that stores the
+    # same part as `rank`), the ranks of the mate's replica, provided that each of these ranks is in the column of the
+    # part that it stores.
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
@@ -214,7 +215,7 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
     """Find the sets of ranks that share these parameters. Other ranks of the sets wait for this rank's message, so an
     error does not stop the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains
-    an error afterwards, the search is repeated once, since an interruption may have ended it early."""
+    an error afterwards, the search is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -238,13 +239,13 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over all ranks that are
-    connected, directly or through other ranks, by shared parameters or by `beyond`: the component.
+    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over the component, which
+    consists of all ranks that are connected, directly or through other ranks, by shared parameters or by `beyond`.
 
     Args:
         listed: This rank's parameters.
-        waiting: Function that returns name, tensor and group of every parameter for which other ranks may wait for this
-            rank. None: the listed parameters.
+        waiting: Function that returns name, tensor and group of every parameter for which other ranks can be waiting
+            for this rank. None: the listed parameters.
         beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
         before: Component of the previous table; None: there is no previous table.
         stamp: Text that identifies this rank's hardware and software.
@@ -303,8 +304,8 @@ def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ran
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Format the properties of a parameter that must be equal on all ranks that share it. `compared`: True if values of
-    replicas will be compared."""
+    """Format the properties of a parameter that must be equal on all ranks that share it. `compared`: True if the
+    values of replicas are to be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
     sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of any size
@@ -377,8 +378,8 @@ def _compare_replicas(
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
-    """Compare the fingerprints of replicas, and raise on all ranks if any rank finds a difference or has an error.
-    Collective over `component`."""
+    """Compare the fingerprints of replicas, and raise an error on all ranks if any rank finds a difference or has an
+    error. Collective over `component`."""
     prints = dict[tuple[Ranks, int], int]()  # (set of ranks, parameter's position in the set) -> fingerprint
     with fault:
         if table and fingerprint is not None:
@@ -387,7 +388,7 @@ def _compare_replicas(
                 if table[0].layouts[number].has_replicas:
                     prints[ranks, at] = fingerprint(local_if_any(mine[number].listed.param))
     found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # `found` is equal on all ranks, so all or none reach this collective
+    if any(found.values()):  # `found` is equal on all ranks, so either all or none make the collective call
         with fault:
             for ranks, at in prints:
                 number = table[0].sets[ranks][at]
@@ -433,8 +434,8 @@ class TableCall(Call[_K]):
         """Return the parameters of this rank that a new table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        """Return name, tensor and group of every parameter for which other ranks may wait for this rank, including
-        parameters for which `listed` raises an error."""
+        """Return name, tensor and group of every parameter for which other ranks can be waiting for this rank,
+        including parameters for which `listed` raises an error."""
         return [(one.name, one.param, one.group) for one in self.listed()]
 
     @abstractmethod

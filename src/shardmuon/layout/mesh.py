@@ -2,19 +2,20 @@
 tensor-parallel group, or ranges of flattened elements.
 
 [Note: order of cuts]
-    Placements are listed by mesh axis, but if several axes cut the same tensor dim, they do not always cut the dim in
-    the order of the list. Plain shards cut in axis order. A strided shard with split factor s means that the dim was
-    already cut into s shards before the strided shard's axis cut the dim: `fully_shard` on top of tensor parallelism
-    gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp cuts each tp shard.
-    Torch's own offset helper and `distribute_tensor` read these placements from left to right. If sizes do not divide
-    evenly, the rows that they find differ from the rows that `fully_shard` stores. This module computes the rows that
-    `fully_shard` stores. If a rank's storage does not have the computed shape, an error is raised.
+    Placements are listed in the order of the mesh axes. If several axes cut the same tensor dim, the order of the cuts
+    can differ from the order of this list. Plain shards cut in axis order. A strided shard with split factor s means
+    that the dim was already cut into s shards before the strided shard's axis cut the dim: `fully_shard` on top of
+    tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp
+    cuts each tp shard. Torch's own offset helper and `distribute_tensor` read these placements from left to right. If
+    sizes do not divide evenly, the rows that they find differ from the rows that `fully_shard` stores. This module
+    computes the rows that `fully_shard` stores. If a rank's storage does not have the computed shape, an error is
+    raised.
 
 [Note: lone strided shard]
-    A strided shard is alone if the axis that cut the dim first has been gathered. With split factor s, the dim is then
-    divided into s parts, the axis of the strided shard cuts each part, and a rank stores its share of every part. With
-    8 rows in 2 parts on 2 ranks, the first rank stores rows {0, 1, 4, 5}, not rows 0 to 3. The storage of a rank then
-    contains several pieces, one after the other.
+    A strided shard is the only shard of its dim if the axis that cut the dim first has been gathered. With split factor
+    s, the dim is then divided into s parts, the axis of the strided shard cuts each part, and a rank stores its share
+    of every part. With 8 rows in 2 parts on 2 ranks, the first rank stores rows {0, 1, 4, 5}, not rows 0 to 3. The
+    storage of a rank then contains several pieces, one after the other.
 
 [Note: stride]
     A stride of s means that the dim is first cut into s equal blocks (for example the gate and up projections, fused in
@@ -170,7 +171,7 @@ class Cut(NamedTuple):
         """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
 
         Raises:
-            ValueError: The size of a part is not divisible by the stride; the message lacks the parameter's name.
+            ValueError: The size of a part is not divisible by the stride. The message does not contain the name.
         """
         return tuple(_stored(part)[0] for part in self._ranges(shape, sizes))
 
@@ -184,7 +185,7 @@ class Cut(NamedTuple):
             rows: Indices along dim 0 of the part.
 
         Raises:
-            ValueError: The size of the part is not divisible by the stride; the message lacks the parameter's name.
+            ValueError: The size of the part is not divisible by the stride. The message does not contain the name.
         """
         num = shape[self.dim]
         step = -(-num // num_parts)
@@ -193,7 +194,7 @@ class Cut(NamedTuple):
         return _stored([_narrow(first, rows.start, len(rows)), *others])
 
     def _ranges(self, shape: Ints, sizes: Ints) -> Iterator[list[_Ranges]]:
-        """Yield, for each part, the index ranges that it covers in each dim."""
+        """Yield, for each part, the index ranges that the part covers in each dim."""
         if any(size % self.stride for size in sizes):
             raise ValueError(
                 f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "
@@ -215,8 +216,9 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
 
     Args:
         shape: Shape of the whole tensor.
-        cut: Cut into equal parts. It must be along dim 0 or have stride 1, since otherwise the boxes of a part are not
-            consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole tensor.
+        cut: Cut into equal parts. The cut must be along dim 0 or have stride 1, because otherwise the boxes of a part
+            are not consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole
+            tensor.
         part, num_parts: Index of the part, and number of parts.
         start, stop: Element range in the part.
     """

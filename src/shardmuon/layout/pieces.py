@@ -3,9 +3,9 @@ that each tile belongs to a single matrix. Pure index arithmetic.
 
 [Note: two addresses]
     A tile is a box of the tensor's index space, in which at most one dim is split in two (see views.py). So a tile has
-    strides both in its rank's storage and in its matrix, and a single copy between two strided views moves it. All
-    ranks know the boxes of all tiles. Only the rank that stores a tile knows the strides of its own storage. These
-    strides can change from step to step, so they are read at each access.
+    strides both in the storage of its rank and in its matrix, and a single copy between two strided views moves the
+    tile from one to the other. All ranks know the boxes of all tiles. Only the rank that stores a tile knows the
+    strides of its own storage. These strides can change from step to step, so they are read at each access.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Elements [start, stop), in row-major order, of the flattened tensor, or of its flattened part `box` if that is
-    given."""
+    """Elements [start, stop), in row-major order, of the flattened tensor or, if `box` is given, of this flattened
+    box."""
 
     start: int
     stop: int
@@ -104,8 +104,8 @@ class Patch(NamedTuple):
         return self.row * of_row + self.col * of_col, strides
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
-        """Split the patch into slabs along one dim: the first with a size above 1 among the first `num_dims` dims. A
-        slab has at most `limit` elements, unless a single index of the dim already has more. Yields ((dim, start,
+        """Split the patch into slabs along one dim: the first dim with a size above 1 among the first `num_dims` dims.
+        A slab has at most `limit` elements, unless a single index of the dim already has more. Yields ((dim, start,
         size), slab); dim, start and size are the arguments with which `Tensor.narrow` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
@@ -138,7 +138,8 @@ class Tile(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Ints, Ints]:
-        """Matrix and box of the tile, without its location in storage: equal for all replicas of the tile."""
+        """Matrix and box of the tile, without the tile's location in storage. All replicas of a tile have equal
+        keys."""
         return self.matrix, self.start, self.sizes
 
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
@@ -236,7 +237,7 @@ def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
     """Raise ValueError if the pieces leave a gap in the tensor, overlap or are out of its bounds. Equal pieces are
     replicas and do not count as overlap.
 
-    All box edges together divide the tensor into cells, and each cell must be covered by exactly one box. Comparing
+    The edges of all boxes together divide the tensor into cells, and exactly one box must cover each cell. Comparing
     only the total size of the boxes with the size of the tensor would miss a gap and an overlap of equal size.
     """
     distinct = {piece for piece in pieces if piece.numel}
@@ -303,7 +304,8 @@ class ParamLayout:
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
         """Tiles of each matrix, as one dict per matrix. The dict maps each rank that stores part of the matrix, in
         ascending order, to the rank's tiles in storage order."""
-        distinct = set(itertools.chain.from_iterable(self.held))  # equal on replicas: compute their tiles once
+        # Replicas have equal pieces, so the tiles of equal pieces are computed only once.
+        distinct = set(itertools.chain.from_iterable(self.held))
         of_held = {held: _tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
@@ -349,9 +351,9 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
-        """The ranks of each replica, ordered by replica index (`replica_of`). Empty if the ranks do not form complete
-        replicas, because some pieces have more copies than others, or because a rank's pieces disagree on its replica
-        index."""
+        """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if the ranks do not
+        form complete replicas, because some pieces have more copies than others, or because the pieces of a rank
+        disagree on the rank's replica index."""
         places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
         num = {len(ranks) for ranks in self.keepers.values()}
         if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):

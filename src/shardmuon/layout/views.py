@@ -1,12 +1,12 @@
-"""Views: the matrices that a tensor holds, as boxes of its index space. Integer arithmetic only.
+"""Views, which describe the matrices in a tensor as boxes of the tensor's index space. Integer arithmetic only.
 
 [Note: the fine index space]
     A plain weight holds one matrix, a stack of experts holds many, a fused projection holds several blocks of rows or
     columns, and a convolution kernel is flattened to one matrix. Any of these can also be stored transposed. One
-    representation covers all cases: at most one dim of the tensor is split into two, (index of the repeat, index within
-    the repeat). In this fine index space, every matrix is a box, and each dim has one stride in the row-major matrix.
-    So the part of a matrix that a rank stores also consists of boxes, each of which has strides in the storage and
-    strides in the matrix that can be passed to `Tensor.as_strided`.
+    representation covers all cases: at most one dim of the tensor is split into two dims, (index of the repeat, index
+    within the repeat). In this fine index space, every matrix is a box, and each dim has one stride in the row-major
+    matrix. So the part of a matrix that a rank stores also consists of boxes, each of which has strides in the storage
+    and strides in the matrix that can be passed to `Tensor.as_strided`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MatrixView:
         shape: Shape of the whole tensor.
         fine: Sizes of the dims after the split ([Note: the fine index space]).
         split_dim: Dim of `shape` that is split in two in `fine`; -1: no dim is split, and `fine` equals `shape`.
-        matrices: The matrices, in order of their indices.
+        matrices: The matrices. An index of a matrix is a position in this tuple.
         num_row_dims: Number of leading dims of `shape` that index stored rows: 2 for a stack, else 1.
     """
 
@@ -102,12 +102,12 @@ def matrix_view(
 
     Args:
         shape: Global shape of the tensor.
-        view: "auto" takes a 2-D tensor as one matrix and flattens 4-D and 5-D convolution kernels to (out, in*k...).
-            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two
-            or more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", because its shape does
+        view: "auto" reads a 2-D tensor as one matrix and flattens 4-D and 5-D convolution kernels to (out, in*k...).
+            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two or
+            more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", because its shape does
             not distinguish a stack of experts from the kernel of a 1-D convolution.
         split_sizes: Row counts of blocks that are separate matrices (fused q, k, v; gate and up). In a stack, each
-            expert is split. An int: number of equal blocks (one per head).
+            matrix is split in this way. An int is the number of equal blocks (for example one per head).
         split_groups: Number of repeats of `split_sizes` along the rows; the j-th blocks of all repeats together form
             one matrix. For grouped-query attention that is stored as query groups of (q, k, v) rows, set `split_groups`
             to the number of query groups and `split_sizes` to the numbers of q, k and v rows of a group.
@@ -133,7 +133,7 @@ def matrix_view(
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # repeats of a single block are consecutive: they form one block
+    if len(blocks) == 1:  # consecutive repeats of a single block form one block
         blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []

@@ -76,7 +76,7 @@ class Keeper:
 
         Args:
             state: State of the parameter.
-            buffer: Local storage of the momentum; None if there is none yet.
+            buffer: Local storage of the momentum; None before the first step.
             grad: Local storage of the gradient.
             others: Number of state tensors of the variant's stages.
         """
@@ -96,13 +96,15 @@ class Keeper:
         """Create or convert a parameter's stored momentum as needed for this step.
 
         Returns:
-            Local storage of the momentum (or of its 8-bit codes), and how to round momentum and weights.
+            Local storage of the momentum (or of the momentum's 8-bit codes), and the `Rounding` of momentum and
+            weights.
         """
         stream = weights = None
         count = self.count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
-            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # torch's optimizers use this dtype
+            # torch's own optimizers store step counts in the same dtype
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
                 stream = Stream.of(identity, "momentum", count, cols)
@@ -255,7 +257,7 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     a block have a common scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
-    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()  # rank, description of its shard
+    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()  # ranks, descriptions of their shards
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:
             if isinstance(box, FlatRange):

@@ -64,7 +64,7 @@ class Stream:
         Args:
             identity: The parameter's name, the same on all ranks.
             purpose: "momentum" or "weights".
-            step: Number of the step.
+            step: Number of the step, counted from 1.
             cols: Number of columns of the parameter's widest matrix. This number is not part of the hash, but
                 determines which counters each row uses.
         """
@@ -125,7 +125,7 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
     the counter and the key."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # makes the shift logical; torch's is arithmetic
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes torch's arithmetic shift logical
         z *= factor
     return z
 
@@ -136,8 +136,8 @@ def _round_by(
 ) -> Tensor:  # values in bf16
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
-    # bf16 is the upper half of fp32, so a carry out of the lower half gives the next bf16 value, even across powers of
-    # 2
+    # A bf16 number is the upper half of an fp32 number, so a carry out of the lower half gives the next bf16 number,
+    # even across powers of 2.
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
@@ -163,7 +163,7 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes, scales); on any device, updated in place
+    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
     grad: Tensor,  # same shape as stored[0]; remains unchanged
     out: Tensor | None,  # same shape as grad, any dtype; overwritten with the input of orthogonalization
     *,
@@ -190,7 +190,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps; 2**16 of them are a bf16 ulp
+            # The distance is in units of the spacing of fp32. The spacing of bf16 is 2**16 of these units.
+            moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):
             place.copy_(value)

@@ -40,11 +40,14 @@ _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets that the planner tries
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
-_OF_MOMENTUM = 32  # limit of a bucket without exchange: 1/32 of the fp32 momentum or _LEAST_BYTES
+# By default, a bucket that is not exchanged has at most 1/32 of the bytes of the momentum in fp32, or _LEAST_BYTES if
+# that is more.
+_OF_MOMENTUM = 32
 _NO_DEARER = 102  # limit on the time of a choice that needs less memory, in percent of the shortest time
-_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.slots`
+_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.batch_size`
 _LAUNCHES = 30  # number of kernel launches in five Newton-Schulz steps
-_PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes of memory traffic per element in these phases of a step, see `foresight.hardware`
+# Memory traffic of three phases of a step in bytes per element, see `foresight.hardware`.
+_PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
 _Share = list[Item]  # the matrices of a bucket
@@ -141,7 +144,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # by rank; by replica
+    # `work`: operations assigned to each rank; `moved`: elements assigned to each replica
+    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
@@ -498,7 +502,8 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # keys: owners; in `passed_on`, replicas
+    # The keys of `passed_on` are replicas. The keys of the other three counters are owners.
+    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
     sent = relayed = 0  # numbers of elements that a rank sends in the gather, and receives in the relay

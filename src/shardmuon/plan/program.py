@@ -220,7 +220,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    if rank != item.owner_for(layout, rank):  # relays results only to ranks with the same piece
+    # A rank that is not the owner relays results only to ranks that store the same pieces.
+    if rank != item.owner_for(layout, rank):
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:

@@ -19,13 +19,15 @@ from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
-NONE, READY, MISPLACED = 0, 1, 2  # states of a gradient: missing; placed like its parameter; not placed like it
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # names for messages
+# States of a gradient: missing, placed like its parameter, placed unlike its parameter.
+NONE, READY, MISPLACED = 0, 1, 2
+# Descriptions of the three states for error messages.
+STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
-Group = Mapping[str, Any]  # one of an optimizer's parameter groups
+Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape of a tensor, and rank -> pieces that it stores
 
 # Part of error messages that explains how to get the process group of AutoTP, DeepSpeed's tensor parallelism.
@@ -95,10 +97,10 @@ class Claim(NamedTuple):
     Attributes:
         form: Description of the tensor's layout. If ranks that share the tensor have different forms, all of them raise
             an error.
-        text: The form in words, for messages.
+        text: Description of the form in words, for error messages.
         extent: This rank's storage, which other ranks do not know.
         empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store nothing of the tensor, so
-            that a rank may lack a gradient while other ranks have one.
+            that a rank can lack a gradient while other ranks have gradients.
         uncounted: Reason why a gradient norm over ranks would count the tensor several times even though its layout is
             known; None if there is no such reason.
     """
@@ -111,10 +113,11 @@ class Claim(NamedTuple):
 
 
 class Engine:
-    """Access to one kind of parameter storage. Stateless: an engine describes tensors and makes no decisions.
+    """Access to one kind of parameter storage. Engines are stateless: they describe tensors and make no decisions.
 
-    Messages of errors (ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
-    Users see errors of `claim` as "rank R: NAME: ...", and errors of `stored` as "NAME: ranks .. store shapes ..: ...".
+    The messages of errors (ValueError) must not contain the parameter's name, ranks or shapes, because callers add
+    these. Users see errors of `claim` as "rank R: NAME: ...", and errors of `stored` as "NAME: ranks .. store shapes
+    ..: ...".
 
     The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
     has it, which is right both for DDP and for experts that differ by rank. With a process group, the ranks of the
@@ -125,7 +128,7 @@ class Engine:
             stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and the fields of
             `OnMesh`.
         plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
-            to split and join them.
+            to split tensors into shards and to join shards.
     """
 
     believes_placements = False
@@ -164,8 +167,8 @@ class Engine:
         return Claim((shape,), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        """Compute the tensor's global shape and the pieces that each rank stores. A pure function: equal claims give
-        equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
+        """Compute the tensor's global shape and the pieces that each rank stores. This is a pure function: equal claims
+        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
         `offset` of the tensor and at index `local` of the storage. The strides of the storage are arbitrary. If the
@@ -173,12 +176,12 @@ class Engine:
         nothing is listed with an empty tuple.
 
         Args:
-            form: Form of the ranks' claims, equal on all ranks.
-            extents: Rank -> its local storage, from its claim, for all ranks of the grid.
-            grid: Ranks that share the tensor, by replica and part.
+            form: The claims' field `form`, which is equal on all ranks.
+            extents: Rank -> the field `extent` of the rank's claim, for all ranks of the grid.
+            grid: Ranks that share the tensor: one row per replica, one column per part.
 
         Raises:
-            ValueError: The claims do not fit together.
+            ValueError: The claims of different ranks contradict each other.
         """
         shape = extents[grid[0][0]].shape
         return shape, dict.fromkeys(extents, (Held.whole(shape),))
@@ -189,9 +192,9 @@ class Engine:
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """Return the parameter's global logical shape. Must not raise an error: `Muon(...)` calls this method on each
-        rank separately, and an error on a single rank would leave the other ranks waiting in their first step. Checks
-        that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
+        """Return the parameter's global logical shape. This method must not raise an error: `Muon(...)` calls this
+        method on each rank separately, and an error on a single rank would leave the other ranks waiting in their first
+        step. Checks that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
         return tuple(param.shape)
 
     def remember(self, param: Tensor, shape: Ints) -> None:
@@ -216,9 +219,10 @@ class Engine:
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
         """Fast path for steps (under no_grad): return the local storages of parameters, of their gradients and of each
-        kind of state tensor, after a quick check that all are placed alike, that each kind has a single dtype, and that
-        parameters and state are writable. Returns None if the check fails. The caller then checks tensors one by one
-        (`is_aligned`) and either raises a precise error or finds that nothing is wrong."""
+        kind of state tensor, after a quick check that gradients and state are placed like the parameters, that each
+        kind of tensor has a single dtype, and that parameters and state are writable. Returns None if the check fails.
+        The caller then checks tensors one by one (`is_aligned`) and either raises a precise error or finds that nothing
+        is wrong."""
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
         for column in (grads, *states):
             if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
@@ -236,16 +240,17 @@ class Engine:
         return None if any(map(Tensor.is_inference, itertools.chain(*states))) else (params, grads, *states)
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
-        """Wrap local storage into a state tensor of the parameter's type and placement, on the storage's device.
-        Inverse of `storage`. `shape`: global shape of the state tensor; None: the parameter's shape."""
+        """Wrap local storage in a state tensor that has the parameter's type and placement, and remains on the
+        storage's device. This method is the inverse of `storage`. `shape`: global shape of the state tensor; None: the
+        parameter's shape."""
         return storage
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
         """True if the storages of gradient and parameter correspond element by element.
 
         Raises:
-            ValueError: The storages do not correspond, and `align` cannot change this. The message names both
-                placements.
+            ValueError: The storages do not correspond, and `align` cannot make them correspond. The message contains
+                both placements.
         """
         if grad.shape != param.shape or is_dtensor(grad):
             kind = "DTensor" if is_dtensor(grad) else "tensor"
@@ -260,21 +265,21 @@ class Engine:
         raise AssertionError("is_aligned() refuses what would need alignment")
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if the parameter's `grad` is None only because this rank stores nothing of the parameter. Called only if
-        other parameters of this engine have gradients."""
+        """True if the parameter's `grad` is None only because this rank stores nothing of the parameter. The method is
+        called only if other parameters of this engine have gradients."""
         return False
 
     # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's
-        device. `shape`: its global shape, (stacked matrices or 1, values per row). `stacked`: True if the parameter is
-        a stack."""
+        device. `shape`: global shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`:
+        True if the parameter is a stack."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
-        """Return this rank's part of a state tensor that `kept_zeros` made, or an error text if the tensor is
-        invalid."""
+        """Return this rank's part of a state tensor that `kept_zeros` has made or a checkpoint has restored, or an
+        error text if the tensor is invalid."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):

@@ -179,7 +179,8 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
     found: list[meshes.Shard | None] = []
     for placement in placements:
-        if isinstance(placement, strided_shard()):  # before Shard, its base class in older torch versions
+        # This check precedes the check for Shard, the base class of strided shards in older versions of torch.
+        if isinstance(placement, strided_shard()):
             found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             found.append(meshes.Shard(placement.dim))
@@ -193,5 +194,5 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
-    """Compute the shape of this rank's local part of a tensor with this global shape and these placements."""
+    """Compute the shape of this rank's local part of a tensor with the given global shape and placements."""
     return meshes.read_at(shape, tuple(mesh.shape), _cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]

@@ -1,4 +1,5 @@
-"""1-D shards that cut a matrix at arbitrary elements: ZeRO's partitions and Megatron's distributed optimizer.
+"""Engine for 1-D shards that cut a matrix at arbitrary elements, as ZeRO's partitions and Megatron's distributed
+optimizer do.
 
 The code that creates a shard attaches a description to it (`FlatShard.mark`): which tensor the shard belongs to, and at
 which element it begins. When a plan is made, ranks exchange their element ranges, which must cover the tensor exactly

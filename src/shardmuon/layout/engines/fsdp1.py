@@ -58,13 +58,15 @@ class UnitPlace(NamedTuple):
 
     @staticmethod
     def of(param: Tensor) -> UnitPlace | None:
-        """Find a parameter's location in the FSDP1 units. None: FSDP1 does not manage it, or its model is not found."""
+        """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
+        parameter's model cannot be found."""
         if not is_flattened(param):
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
             _PLACES.pop(param, None)
-            UnitPlace.learn(gc.get_objects())  # search all objects: a parameter has no reference to its unit
+            # A parameter has no reference to its unit, so all Python objects are searched.
+            UnitPlace.learn(gc.get_objects())
             found = _PLACES.get(param)
         return found
 
@@ -75,12 +77,13 @@ class UnitPlace(NamedTuple):
         module: Any = sys.modules.get("torch.distributed.fsdp")
         kind = None if module is None else module.FullyShardedDataParallel
         for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-            handle: Any = getattr(unit, "_handle", None)  # None if the unit has no own parameters
+            # The attribute is missing or None if the unit has no parameters of its own, or is not built yet.
+            handle: Any = getattr(unit, "_handle", None)
             if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
                 _note(unit, handle, handle.flat_param)
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> its location in an FSDP1 unit
+_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> the parameter's location in an FSDP1 unit
 
 
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
@@ -137,7 +140,8 @@ class FSDP1Engine(FlatEngine):
 
     def recognizes(self, param: Tensor) -> bool:
         place = UnitPlace.of(param)
-        return is_flattened(param) if place is None else place.is_sharded  # with NO_SHARD, it is a plain tensor
+        # With NO_SHARD, the parameter is a plain tensor, which the base engine handles.
+        return is_flattened(param) if place is None else place.is_sharded
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

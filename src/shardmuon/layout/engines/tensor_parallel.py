@@ -1,8 +1,8 @@
-"""Plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
+"""Engine for plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
 
 A tensor does not record the ranks that share it, so the user passes them as a process group (`tp_group`). Attributes of
-the tensor (`tensor_model_parallel`, `partition_dim`, `partition_stride`) define whether and along which dim it is cut.
-The global size of this dim is the sum of the shards' sizes, which the ranks send to each other.
+the tensor (`tensor_model_parallel`, `partition_dim`, `partition_stride`) state whether the tensor is cut, and along
+which dim. The global size of this dim is the sum of the shards' sizes, which the ranks send to each other.
 
 [Note: global shape]
     A rank sees only its own shard. Once ranks have exchanged their shapes to make a layout table, the global shape is
@@ -117,7 +117,7 @@ def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> Non
 
     Args:
         param: The parameter.
-        group: Options of its parameter group.
+        group: Options of the parameter's group.
         inherited: Names of the options that the parameter group inherits from the optimizer, out of "tp_group" and
             "process_group".
 
