@@ -171,7 +171,8 @@ class Cut(NamedTuple):
         """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
 
         Raises:
-            ValueError: The size of a part is not divisible by the stride. The message does not contain the name.
+            ValueError: The size of a part is not divisible by the stride. The message does not contain the parameter's
+                name.
         """
         return tuple(_stored(part)[0] for part in self._ranges(shape, sizes))
 
@@ -185,7 +186,8 @@ class Cut(NamedTuple):
             rows: Indices along dim 0 of the part.
 
         Raises:
-            ValueError: The size of the part is not divisible by the stride. The message does not contain the name.
+            ValueError: The size of the part is not divisible by the stride. The message does not contain the
+                parameter's name.
         """
         num = shape[self.dim]
         step = -(-num // num_parts)

@@ -37,11 +37,12 @@ from torch import Tensor
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.views import Ints
 
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed integers, since torch's int64 arithmetic wraps around
+# The constants of SplitMix64, written as signed integers because torch's int64 arithmetic wraps around.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # rounds to nearest if used in place of random bits
+_NEAREST = 0x8000  # rounds to nearest if it is used in place of random bits
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Stream:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
-    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # shape: patch.sizes, int32 in [0, 2**16)
+    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # int32 in [0, 2**16), with shape patch.sizes
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
         along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column changes
         across = [d for d, step in enumerate(patch.cols) if not step]
@@ -132,7 +133,7 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
 
 def _round_by(
     x: Tensor,  # values in fp32
-    bits: Tensor,  # random bits in [0, 2**16) or _NEAREST: int32, same shape as x
+    bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
 ) -> Tensor:  # values in bf16
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
@@ -163,11 +164,11 @@ _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
-    grad: Tensor,  # same shape as stored[0]; remains unchanged
-    out: Tensor | None,  # same shape as grad, any dtype; overwritten with the input of orthogonalization
+    stored: Sequence[Tensor],  # either (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
+    grad: Tensor,  # gradient with the shape of stored[0]; it is not changed
+    out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the input of orthogonalization
     *,
-    patch: Patch,  # rows and columns of the matrix that `grad` covers; same shape as `grad`
+    patch: Patch,  # the rows and columns of the matrix that `grad` covers, in the shape of `grad`
     stream: Stream,
     momentum: float,
     nesterov: bool,
@@ -205,11 +206,11 @@ def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
 
 
 def encode(
-    new: Tensor,  # values in any float dtype, in the shape of a rank's storage
+    new: Tensor,  # values in any float dtype, with the shape of a rank's storage
     num_row_dims: int,
-    old: Tensor | None = None,  # values before the step: fp32, same shape; None: round all to nearest
-    bits: Tensor | None = None,  # random bits in [0, 2**16): int32, same shape; None: round all to nearest
-) -> tuple[Tensor, Tensor]:  # int8 codes of the same shape, and fp32 scales of shape (rows.., blocks)
+    old: Tensor | None = None,  # fp32 values before the step; None: all values are rounded to nearest
+    bits: Tensor | None = None,  # random bits (int32 in [0, 2**16)); None: all values are rounded to nearest
+) -> tuple[Tensor, Tensor]:  # int8 codes with the shape of `new`, and fp32 scales with shape (rows.., blocks)
     """Convert the values `new` to 8-bit codes and scales. Each row of the rank's storage must begin where a block of
     the whole tensor begins."""
     flat = new.flatten(num_row_dims).float()
@@ -232,9 +233,9 @@ def encode(
 
 
 def decode(
-    codes: Tensor,  # int8, in the shape of a rank's storage
-    scale: Tensor,  # scales of shape (rows.., blocks)
-) -> Tensor:  # fp32, in the shape of the codes
+    codes: Tensor,  # 8-bit codes (int8), with the shape of a rank's storage
+    scale: Tensor,  # scales with shape (rows.., blocks)
+) -> Tensor:  # values in fp32, with the shape of `codes`
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())

@@ -360,7 +360,7 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        dealt = Counter[int]()  # replica -> number of its owners assigned so far
+        dealt = Counter[int]()  # replica -> number of the replica's owners assigned so far
         for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
             shares[dealt[at[0]] % len(shares)] += lines[at]
             dealt[at[0]] += 1

@@ -65,8 +65,8 @@ class Ties(NamedTuple):
     Attributes:
         parts: Ranks that store the parts of this rank's replica, in part order; only this rank if the tensor is
             not cut.
-        mates: Ranks that store the same part as this rank, ascending. These ranks replicate the part or divide it
-            further.
+        mates: Ranks that store the same part as this rank, in ascending order. These ranks replicate the part or divide
+            it further.
     """
 
     parts: Ranks
