@@ -1,1 +1,2 @@
-"""Layouts: which rank stores which part of each matrix, in a table that steps, clipping and checkpoints read."""
+"""Layouts, which describe the part of each matrix that each rank stores. Optimizer steps, gradient clipping and
+checkpoints read them from a table."""

@@ -1,16 +1,19 @@
-"""The layout table of an optimizer's parameters, built by all ranks together: each rank reports what it stores of each
-parameter, and all ranks compute the same table from the reports.
+"""The layout table of an optimizer's parameters, which the ranks build together: each rank reports what it stores of
+each parameter, and all ranks compute the layouts from these reports.
 
 [Note: describing together]
     A component is a set of ranks that are connected, directly or through other ranks, by shared parameters. Its ranks
     build the table in three exchanges:
 
-    1. Each rank inspects its parameters and tells the component which ranks share them.
+    1. Each rank inspects its parameters and sends the component the sets of ranks that share them.
     2. Each rank sends its claims, which describe what it stores of each parameter, and a digest of the data that must
-       be equal on all ranks that share a parameter. A layout is a pure function of these ranks' claims.
-    3. Ranks exchange and compare fingerprints of replicated parameters. Values of other parameters are not read.
+       be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the claims of the
+       ranks that share it.
+    3. Ranks exchange and compare fingerprints of replicated parameters. The values of parameters without replicas are
+       not read.
 
-    An error on a rank travels as data: it replaces the payload of the rank's next message, and then all ranks raise it.
+    If a rank has an error, the error replaces the payload of the rank's next message, and all ranks raise it once they
+    have received the message.
 """
 
 from __future__ import annotations
@@ -39,12 +42,12 @@ class Listed(NamedTuple):
     """A parameter of an optimizer, with the options that determine its layout.
 
     Attributes:
-        name: Name for messages.
-        identity: Name of the parameter that is equal on all ranks; "" if it has none.
+        name: Name of the parameter in error messages.
+        identity: Name of the parameter that all ranks have in common; "" if there is no such name.
         param, group: The tensor and its parameter group.
         view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
             matrices (an AdamW parameter).
-        options: Text of further options that must be equal on all ranks.
+        options: Text that lists further options, which must be equal on all ranks that share the parameter.
     """
 
     name: str
@@ -66,13 +69,13 @@ class _Described(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """First message of a rank to its component, which is all ranks connected to it by shared parameters.
+    """First message of a rank to its component, the set of all ranks that shared parameters connect to this rank.
 
     Attributes:
-        ties: Sharing ranks of each of this rank's parameters, including parameters that steps currently skip.
+        ties: The ranks that share each of this rank's parameters. Parameters that steps currently skip are included.
         stamp: Text that identifies the rank's hardware and software, from `orthogonalize.stamp`.
-        nonce: Random bytes, drawn anew for each table. The table's token is a hash of all ranks' nonces, so tokens
-            reveal if ranks step two otherwise equal optimizers in different orders.
+        nonce: Random bytes, drawn anew for each table. The table's token is a hash of the nonces of all ranks. If two
+            optimizers are otherwise equal, their tokens reveal that ranks step them in different orders.
     """
 
     ties: tuple[Ties, ...]
@@ -85,7 +88,8 @@ class _Said(NamedTuple):
 
     Attributes:
         digest: Digest of the parameters' descriptions, which must be equal on all of these ranks.
-        extents: This rank's storage of each parameter, which may differ by rank.
+        extents: This rank's storage of each parameter. Unlike the descriptions, the storage can differ from rank to
+            rank.
         group: Name of a process group over these ranks, if this rank knows one; otherwise "".
     """
 
@@ -94,24 +98,24 @@ class _Said(NamedTuple):
     group: str
 
 
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the sets of ranks in them
+_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the `sets` of these ties
 _Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that these ranks share
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """The layouts of an optimizer's parameters and the ranks that share them. Ranks that share a parameter have equal
-    layouts of it.
+    layouts for this parameter.
 
     Attributes:
         component: All ranks that built the table, connected by shared parameters.
         params: This rank's parameters.
-        claims: This rank's description of its storage, for each parameter.
+        claims: For each parameter, this rank's description of what it stores.
         layouts: Layout of each parameter.
-        sets: Set of ranks -> indices of the parameters that these ranks share; small sets first.
+        sets: Set of ranks -> indices of the parameters that these ranks share. Small sets come first.
         groups: Set of ranks -> name of their process group, for sets where all ranks know the same group.
         stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
-        token: 16 bytes that identify this table, equal on all of its ranks.
+        token: 16 bytes that identify this table, equal on all ranks of the component.
     """
 
     component: Ranks
@@ -128,16 +132,17 @@ class Table:
 
 
 def union(groups: Collection[Ranks]) -> Ranks:
-    """Return all ranks of these groups, ascending."""
+    """Return all ranks that belong to any of these groups, in ascending order."""
     return tuple(sorted({rank for group in groups for rank in group}))
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Find, for each rank's ties (the ranks with which it shares a tensor), the grid of all ranks that share the
-    tensor. The result is equal on all ranks.
+    """Find the grid of all ranks that share a tensor, for every `Ties` in `known`. A row of the grid is a replica, a
+    column is a part of the tensor. The result is equal on all ranks.
 
     Args:
-        known: Rank -> the ties of its tensors, for all ranks that are connected by shared tensors.
+        known: Rank -> the ties of its tensors (the ranks with which it shares them), for all ranks that shared tensors
+            connect.
 
     Raises:
         Unlike: The ties of some ranks do not fit together into a grid.
@@ -148,15 +153,16 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # reuse the grid for all of its ranks: computing it once per rank would take O(N^3) on N ranks
+                # reuse the grid for all ranks in it: computing it again for each of N ranks would take O(N^3) time
                 for row, column in itertools.product(grid, columns):
                     found.setdefault(Ties(row, column), grid)
     return found
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # columns: for each part, the ranks that store it. rows: for each mate, the ranks of its replica, if each of them
-    # is in the column of its part
+    # `columns` has, for each part, the ranks that store the part. `rows` has, for each mate (a rank that stores the
+    # same part as `rank`), the ranks of the mate's replica, provided that each of these ranks is in the column of the
+    # part that it stores.
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
@@ -196,7 +202,7 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     """Ask each parameter's engine which ranks share the parameter and what this rank stores of it.
 
     Raises:
-        ValueError: A parameter is unusable; the message gives its name and the reason.
+        ValueError: A parameter cannot be used. The message contains the parameter's name and the reason.
     """
     found = []
     for one in listed:
@@ -208,8 +214,8 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 
 def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
     """Find the sets of ranks that share these parameters. Other ranks of the sets wait for this rank's message, so an
-    error does not stop the search: it is recorded in `fault`, and parameters that cannot be resolved are left out. An
-    attempt that is interrupted is repeated once."""
+    error does not stop the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains
+    an error afterwards, the search is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -233,23 +239,24 @@ def bind(
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
-    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over all ranks that are
-    connected, directly or through other ranks, by shared parameters or by `beyond`: the component.
+    """Build the table of the parameters' layouts: see [Note: describing together]. Collective over the component, which
+    consists of all ranks that are connected, directly or through other ranks, by shared parameters or by `beyond`.
 
     Args:
         listed: This rank's parameters.
-        waiting: Function that returns name, tensor and group of every parameter for which other ranks may wait for this
-            rank. None: the listed parameters.
+        waiting: Function that returns name, tensor and group of every parameter for which other ranks can be waiting
+            for this rank. None: the listed parameters.
         beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
-        before: The component of the previous table, if there was one.
+        before: Component of the previous table; None: there is no previous table.
         stamp: Text that identifies this rank's hardware and software.
         groups: Set of ranks -> name of a process group over them, for groups that this rank knows.
         fingerprint: Function that hashes a storage to 64 bits, to compare replicas. None: replicas are not compared.
-        fault: Record of an error that this rank already has, if any.
+        fault: Record of an error that has already occurred on this rank, if any.
 
     Raises:
-        Refused: Some rank has an error, or the reports of ranks contradict each other. Raised on every rank.
-        ExchangeError: A rank did not answer in time, or its process has ended.
+        Refused: A rank has an error, or the reports of ranks contradict each other. Every rank of the component raises
+            this error.
+        ExchangeError: A rank has not answered in time, or its process has ended.
     """
     fault = fault or Fault()
     mine, table = list[_Described](), list[Table]()
@@ -297,8 +304,8 @@ def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ran
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Describe a parameter in text that must be equal on all ranks that share it. `compared`: True if values of
-    replicas will be compared."""
+    """Format the properties of a parameter that must be equal on all ranks that share it. `compared`: True if the
+    values of replicas are to be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
     sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of any size
@@ -307,8 +314,8 @@ def _line(one: _Described, compared: bool) -> str:
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Error message about the first parameter that a rank of the set describes differently from the set's first rank.
-    Parts that both descriptions have in common are left out."""
+    """Make the error message about the first parameter that a rank of the set describes differently from the set's
+    first rank. The message leaves out what the two descriptions have in common."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -366,13 +373,13 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # one table; empty if this rank has an error
+    table: Sequence[Table],  # contains one table, or nothing if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
-    """Compare the fingerprints of replicas, and raise on all ranks if any rank finds a difference or has an error.
-    Collective over `component`."""
+    """Compare the fingerprints of replicas, and raise an error on all ranks if any rank finds a difference or has an
+    error. Collective over `component`."""
     prints = dict[tuple[Ranks, int], int]()  # (set of ranks, parameter's position in the set) -> fingerprint
     with fault:
         if table and fingerprint is not None:
@@ -381,7 +388,7 @@ def _compare_replicas(
                 if table[0].layouts[number].has_replicas:
                     prints[ranks, at] = fingerprint(local_if_any(mine[number].listed.param))
     found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # all ranks have the same `found`, so all enter this branch with its collective call
+    if any(found.values()):  # `found` is equal on all ranks, so either all or none make the collective call
         with fault:
             for ranks, at in prints:
                 number = table[0].sets[ranks][at]
@@ -390,8 +397,8 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprint of the local storage on each rank that
-    shares the parameter."""
+    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprints of the parameter's local storage, one for
+    each rank that shares the parameter."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
         first, wanted = seen.setdefault(pieces, (rank, value))
@@ -408,12 +415,12 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
 
 
 class TableCall(Call[_K]):
-    """A collective call that builds a layout table, derives data (its binding) from the table with `made`, and caches
-    the binding for later calls.
+    """A collective call that builds a layout table and derives from it, with the method `made`, the data that later
+    calls reuse (the binding).
 
     Attributes:
-        beyond: Ranks that take part in the call with this rank even if they share no parameter with it; None: no such
-            ranks.
+        beyond: Ranks that must take part in the call even if they share no parameter with this rank; None: there are no
+            such ranks.
         stamp, groups, fingerprint: Arguments of `bind` for a new table.
     """
 
@@ -424,21 +431,22 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def listed(self) -> list[Listed]:
-        """Return the parameters for a new table."""
+        """Return the parameters of this rank that a new table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        """Return name, tensor and group of every parameter for which other ranks may wait for this rank, including
-        parameters for which `listed` raises an error."""
+        """Return name, tensor and group of every parameter for which other ranks can be waiting for this rank,
+        including parameters for which `listed` raises an error."""
         return [(one.name, one.param, one.group) for one in self.listed()]
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Derive the data to cache (the binding) from a new table. Returns the binding and a picklable message to all
-        ranks."""
+        """Derive the binding, the data that later calls reuse, from a new table. Returns the binding and a picklable
+        message, which is sent to all ranks of the table's component."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding with the messages that `made` returned on all ranks, and cache it."""
+        """Complete the binding with the messages that `made` has returned on all ranks, and store it for later
+        calls."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

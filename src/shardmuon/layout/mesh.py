@@ -1,32 +1,34 @@
-"""Pieces of a tensor that each rank stores, computed from mesh placements, from the cut of a tensor-parallel group, or
-from flat element ranges. Pure functions.
+"""Pure functions that compute which pieces of a tensor each rank stores, given mesh placements, the cut of a
+tensor-parallel group, or ranges of flattened elements.
 
 [Note: order of cuts]
-    Placements are listed by mesh axis, but if several axes cut one tensor dim, the order of the cuts can differ from
-    the order of the axes. Plain shards cut in axis order. A strided shard with split factor s means that the dim was
-    already cut into s shards before its axis cut it: `fully_shard` on top of tensor parallelism gives mesh (dp, tp) and
-    placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp cuts each tp shard. If sizes do not divide
-    evenly, reading these placements from left to right (as torch's own offset helper and `distribute_tensor` do) gives
-    other rows than `fully_shard` stores. This module computes the rows that `fully_shard` stores; if the storage of a
-    rank has another shape, an error is raised.
+    Placements are listed in the order of the mesh axes. If several axes cut the same tensor dim, the order of the cuts
+    can differ from the order of this list. Plain shards cut in axis order. A strided shard with split factor s means
+    that the dim was already cut into s shards before the strided shard's axis cut the dim: `fully_shard` on top of
+    tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp
+    cuts each tp shard. Torch's own offset helper and `distribute_tensor` read these placements from left to right. If
+    sizes do not divide evenly, the rows that they find differ from the rows that `fully_shard` stores. This module
+    computes the rows that `fully_shard` stores. If a rank's storage does not have the computed shape, an error is
+    raised.
 
 [Note: lone strided shard]
-    A strided shard can remain alone, after the axis that cut first has been gathered. The dim is then cut into s parts,
-    the axis cuts each part, and a rank stores its share of every part. With 8 rows in 2 parts on 2 ranks, the first
-    rank stores rows {0, 1, 4, 5}, not 0 to 3. A rank then stores several pieces, one after the other.
+    A strided shard is the only shard of its dim if the axis that cut the dim first has been gathered. With split factor
+    s, the dim is then divided into s parts, the axis of the strided shard cuts each part, and a rank stores its share
+    of every part. With 8 rows in 2 parts on 2 ranks, the first rank stores rows {0, 1, 4, 5}, not rows 0 to 3. The
+    storage of a rank then contains several pieces, one after the other.
 
 [Note: stride]
-    A stride of s means that the dim is first cut into s equal blocks (such as gate and up, fused in one weight), and
-    each shard stores its share of every block, one after the other. Megatron and TransformerEngine call the stride
-    `partition_stride`.
+    A stride of s means that the dim is first cut into s equal blocks (for example the gate and up projections, fused in
+    one weight), and that each shard stores its share of every block, one after the other. Megatron and
+    TransformerEngine call the stride `partition_stride`.
 
 [Note: where kept numbers lie]
     Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: what a stage keeps] in
     variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
-    row). It is replicated on every rank that shares the parameter, including ranks that store nothing of the parameter,
-    because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices (experts)
-    that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the state tensor is placed
-    like the parameter.
+    row). The state tensor is replicated on every rank that shares the parameter, including ranks that store nothing of
+    the parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of
+    matrices (experts) that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the
+    state tensor is placed like the parameter.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
-_OfRank = tuple[tuple[Held, ...], Ints]  # pieces that one rank stores, and the shape of its storage
+_OfRank = tuple[tuple[Held, ...], Ints]  # one rank's pieces, and the shape of the storage that contains them
 
 
 class Shard(NamedTuple):
-    """Placement of a mesh axis that shards a tensor dim. `factor`: split factor of a strided shard, the number of
-    shards that earlier cuts made of the dim ([Note: order of cuts]); 1 for a plain shard."""
+    """Placement of a mesh axis that shards a tensor dim. For a strided shard, `factor` is the split factor: the number
+    of shards into which earlier cuts have divided the dim ([Note: order of cuts]). For a plain shard, `factor` is 1."""
 
     dim: int
     factor: int = 1
 
 
-_Placements = tuple[Shard | None, ...]  # one placement for each mesh axis; None: replicated
+_Placements = tuple[Shard | None, ...]  # one entry for each mesh axis; None: the axis replicates the tensor
 
 
 class OnMesh(NamedTuple):
@@ -67,7 +69,7 @@ class OnMesh(NamedTuple):
     placements: _Placements
 
 
-_Cuts = tuple[tuple[int, int], ...]  # (mesh axis, factor) of each cut of a dim, first cut first
+_Cuts = tuple[tuple[int, int], ...]  # (mesh axis, split factor) of each cut of a tensor dim, earliest cut first
 
 
 def reading(shape: Ints, mesh: Ints, placements: _Placements) -> tuple[_OfRank, ...]:
@@ -85,7 +87,7 @@ def reading(shape: Ints, mesh: Ints, placements: _Placements) -> tuple[_OfRank, 
 
 
 def read_at(shape: Ints, mesh: Ints, placements: _Placements, place: Ints) -> _OfRank:
-    """Compute the pieces and the storage shape of the rank at mesh coordinate `place`. Arguments are as in
+    """Compute the pieces and the storage shape of the rank at mesh coordinate `place`. The other arguments are those of
     `reading`."""
     ranges = []
     for dim, size in enumerate(shape):
@@ -95,9 +97,9 @@ def read_at(shape: Ints, mesh: Ints, placements: _Placements, place: Ints) -> _O
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
-    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. A factor
-    above 1 counts the shards made by axes that cut earlier but are listed later. A returned factor counts only shards
-    made by an axis that is not listed."""
+    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. In
+    `listed`, a factor above 1 counts the shards made by all earlier cuts of axes that come later in the list. In the
+    result, a factor counts only shards made by axes that are missing from the list."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -111,8 +113,8 @@ def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
 
 
 def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
-    """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut splits the dim into
-    `factor` parts, and splits each part again along the mesh axis; the rank stores its share of every part."""
+    """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut divides the dim into
+    `factor` parts and every part among the ranks along the mesh axis, so that a rank stores a share of every part."""
     ranges: _Ranges = ((0, size),)
     for axis, factor in cuts:
         parts = (_chunk(ranges, factor, part) for part in range(factor))
@@ -121,13 +123,14 @@ def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
 
 
 def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
-    """Return the indices of chunk number `part` if `torch.chunk` splits the concatenated `ranges` into `num_parts`."""
+    """Return the indices in chunk number `part` when the concatenated `ranges` are split into `num_parts` chunks of the
+    sizes that `torch.chunk` gives."""
     step = -(-sum(stop - start for start, stop in ranges) // num_parts)
     return _narrow(ranges, part * step, step)
 
 
 def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
-    """Take `num` of the concatenated indices of `ranges`, starting at position `first`."""
+    """Select `num` consecutive indices from the concatenated `ranges`, starting at position `first`."""
     found, at = [], 0
     for start, stop in ranges:
         a, b = max(first, at), min(first + num, at + stop - start)
@@ -138,7 +141,8 @@ def _narrow(ranges: _Ranges, first: int, num: int) -> _Ranges:
 
 
 def _stored(ranges: Sequence[_Ranges]) -> _OfRank:
-    """Combine the index ranges of each dim into boxes, and compute the shape of a storage that packs the boxes."""
+    """Combine the index ranges of all dims into boxes, and compute the shape of a storage that contains the boxes
+    without gaps."""
     starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
     held = []
     for pick in itertools.product(*(zip(dim, at, strict=False) for dim, at in zip(ranges, starts, strict=True))):
@@ -148,8 +152,8 @@ def _stored(ranges: Sequence[_Ranges]) -> _OfRank:
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
-    """True if two storage shapes are equal, or if both are empty. The shape of an empty shard is not reliable:
-    `fully_shard` stores an empty shard of shape (12, 0) as (0, 0)."""
+    """True if two storage shapes are equal, or if both have no elements. The exact shape of an empty storage is not
+    reliable: `fully_shard` stores an empty shard of shape (12, 0) with shape (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 
 
@@ -167,20 +171,23 @@ class Cut(NamedTuple):
         """Compute the pieces of each tensor-parallel shard ("part"). `sizes`: size of each part along the cut dim.
 
         Raises:
-            ValueError: The size of a part is not divisible by the stride; the message lacks the parameter's name.
+            ValueError: The size of a part is not divisible by the stride. The message does not contain the parameter's
+                name.
         """
         return tuple(_stored(part)[0] for part in self._ranges(shape, sizes))
 
     def rows_of_part(self, shape: Ints, part: int, num_parts: int, rows: range) -> _OfRank:
-        """Compute the pieces that make up some rows of a part, and the shape of their storage.
+        """Compute the pieces that make up a range of rows of one tensor-parallel shard ("part"), and the shape of a
+        storage that contains only these rows.
 
         Args:
             shape: Shape of the whole tensor.
-            part, num_parts: Index of the part, and number of parts, with the sizes of `torch.chunk`.
+            part, num_parts: Index of the part, and number of parts. The parts have the sizes that `torch.chunk` gives.
             rows: Indices along dim 0 of the part.
 
         Raises:
-            ValueError: The size of the part is not divisible by the stride; the message lacks the parameter's name.
+            ValueError: The size of the part is not divisible by the stride. The message does not contain the
+                parameter's name.
         """
         num = shape[self.dim]
         step = -(-num // num_parts)
@@ -189,7 +196,7 @@ class Cut(NamedTuple):
         return _stored([_narrow(first, rows.start, len(rows)), *others])
 
     def _ranges(self, shape: Ints, sizes: Ints) -> Iterator[list[_Ranges]]:
-        """Yield, for each part, the index ranges that it covers in each dim."""
+        """Yield, for each part, the index ranges that the part covers in each dim."""
         if any(size % self.stride for size in sizes):
             raise ValueError(
                 f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "
@@ -211,8 +218,9 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
 
     Args:
         shape: Shape of the whole tensor.
-        cut: Cut into equal parts. It must be along dim 0 or have stride 1, since otherwise the boxes of a part are not
-            consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole tensor.
+        cut: Cut into equal parts. The cut must be along dim 0 or have stride 1, because otherwise the boxes of a part
+            are not consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole
+            tensor.
         part, num_parts: Index of the part, and number of parts.
         start, stop: Element range in the part.
     """
@@ -234,16 +242,16 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
 
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int], place: OnMesh | None) -> ParamLayout:
-    """Make the layout of a state tensor with `sizes[i]` values for matrix i of a parameter: see [Note: where kept
-    numbers lie].
+    """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
+    parameter: see [Note: where kept numbers lie].
 
     Args:
         layout: Layout of the parameter.
         sizes: Number of values for each matrix.
-        place: Mesh and placements of the parameter; None: the parameter has no mesh.
+        place: Mesh and placements of the parameter; None if the parameter is not placed on a mesh.
     """
     view = layout.view.kept(sizes)
-    # dim 0 of the state tensor is sharded like dim 0 of the stack; all other mesh axes replicate the state tensor
+    # Mesh axes that shard dim 0 of the stack also shard dim 0 of the state tensor. All other axes replicate it.
     cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
     if layout.view.num_row_dims == 1 or place is None or not any(cuts):
         return ParamLayout.replicated(view, layout.ranks)

@@ -1,11 +1,11 @@
-"""Layouts of parameters: the pieces of a tensor that each rank stores, and the tiles, the parts of matrices in these
-pieces. Pure index arithmetic.
+"""Layouts of parameters: the pieces of a tensor that each rank stores, and the tiles into which a piece is divided, so
+that each tile belongs to a single matrix. Pure index arithmetic.
 
 [Note: two addresses]
-    A tile is a box of the tensor's index space (in which one dim may be split in two, see views.py). So a tile has
-    strides both in its rank's storage and in its matrix, and a single copy between two strided views moves it. All
-    ranks know the box. The strides of the storage are known only to its rank and may change from step to step, so they
-    are read at each access.
+    A tile is a box of the tensor's index space, in which at most one dim is split in two (see views.py). So a tile has
+    strides both in the storage of its rank and in its matrix, and a single copy between two strided views moves the
+    tile from one to the other. All ranks know the boxes of all tiles. Only the rank that stores a tile knows the
+    strides of its own storage. These strides can change from step to step, so they are read at each access.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Box(NamedTuple):
 
 
 class FlatRange(NamedTuple):
-    """Elements [start, stop) of the flattened tensor, or of the flattened `box` if given, in row-major order."""
+    """Elements [start, stop), in row-major order, of the flattened tensor or, if `box` is given, of this flattened
+    box."""
 
     start: int
     stop: int
@@ -58,7 +59,7 @@ class Held(NamedTuple):
 
     Attributes:
         piece: Elements of the tensor.
-        local: Index in the storage of the piece's first element: one number per dim for a `Box`, a single flat index
+        local: Index of the piece's first element in the storage: one number per dim for a `Box`, a single flat index
             for a `FlatRange`.
     """
 
@@ -73,14 +74,15 @@ class Held(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Elements of one matrix, as an N-D view of which each dim steps through either rows or columns of the matrix.
+    """Elements of one matrix, arranged as an N-D view. Each dim of the view steps through either rows or columns of the
+    matrix.
 
     Attributes:
         matrix: Index of the matrix in its parameter.
-        sizes: Sizes of the view.
+        sizes: Shape of the view.
         row, col: Row and column of the first element.
         rows, cols: For each dim of the view, the number of matrix rows and of matrix columns between neighboring
-            elements; one of the two is 0.
+            elements; one of the two numbers is 0.
     """
 
     matrix: int
@@ -102,9 +104,9 @@ class Patch(NamedTuple):
         return self.row * of_row + self.col * of_col, strides
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
-        """Split the patch into slabs of at most `limit` elements, but at least one index, along the first dim with a
-        size above 1 (only the first `num_dims` dims are considered). Yields ((dim, start, size), slab); the first item
-        holds the arguments with which `Tensor.narrow` selects the slab."""
+        """Split the patch into slabs along one dim: the first dim with a size above 1 among the first `num_dims` dims.
+        A slab has at most `limit` elements, unless a single index of the dim already has more. Yields ((dim, start,
+        size), slab); dim, start and size are the arguments with which `Tensor.narrow` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
         step = max(1, limit * size // max(1, math.prod(self.sizes)))
@@ -116,12 +118,12 @@ class Patch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Elements that one matrix and one rank's piece of a tensor have in common. They form a box of the fine index space
-    (the tensor's index space, in which one dim may be split in two).
+    """Elements that one matrix and one rank's piece of a tensor have in common. These elements form a box of the fine
+    index space, which is the tensor's index space with at most one dim split in two.
 
     Attributes:
-        matrix: Index of the matrix in its view.
-        start, sizes: The box.
+        matrix: Index of the matrix in the tensor's `MatrixView`.
+        start, sizes: First index and sizes of the box.
         held: The piece that contains the tile.
     """
 
@@ -136,12 +138,13 @@ class Tile(NamedTuple):
 
     @property
     def key(self) -> tuple[int, Ints, Ints]:
-        """Matrix and box of the tile, without its location in storage: equal for all replicas of the tile."""
+        """Matrix and box of the tile, without the tile's location in storage. All replicas of a tile have equal
+        keys."""
         return self.matrix, self.start, self.sizes
 
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
-        """Compute the offset of the tile's first element and the stride of each dim of its box, in the row-major
-        matrix."""
+        """Compute the offset of the tile's first element, and the stride of each dim of the tile's box, in the
+        row-major matrix that contains the tile."""
         matrix = view.matrices[self.matrix]
         return _dot([a - b for a, b in zip(self.start, matrix.start, strict=True)], matrix.strides), matrix.strides
 
@@ -153,8 +156,8 @@ class Tile(NamedTuple):
         return Patch(self.matrix, self.sizes, *divmod(offset, num_cols), rows, cols)
 
     def in_storage(self, view: MatrixView, strides: Sequence[int]) -> tuple[int, Ints]:
-        """Compute the offset of the tile's first element and the stride of each dim of its box, in a storage with the
-        given strides (a single stride if the piece is a `FlatRange`)."""
+        """Compute the offset of the tile's first element, and the stride of each dim of the tile's box, in a storage
+        with the given strides (a single stride if the piece is a `FlatRange`)."""
         piece, local = self.held
         if isinstance(piece, FlatRange):
             box = piece.box or Box((0,) * len(view.shape), view.shape)
@@ -171,8 +174,8 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
-    """Split a piece into tiles, each of which belongs to one matrix. Tiles are ordered by matrix, then by their place
-    in storage."""
+    """Split a piece into tiles, each of which belongs to one matrix. The tiles are ordered by matrix, and the tiles of
+    a matrix by their place in storage."""
     spans = [fine for coarse in _spans_of(held.piece, view.shape) for fine in _refined(coarse, view)]
     found = []
     for number, matrix in enumerate(view.matrices):
@@ -190,7 +193,7 @@ def _common(a: _Span, b: _Span) -> _Span:
 
 
 def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
-    """Yield the nonempty boxes of the tensor that make up a piece, in storage order."""
+    """Yield, in storage order, the nonempty boxes of the tensor's index space that make up a piece."""
     if isinstance(piece, Box):
         if piece.numel:
             yield piece.offset, piece.size
@@ -201,8 +204,8 @@ def _spans_of(piece: Piece, shape: Ints) -> Iterator[_Span]:
 
 
 def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
-    """Yield boxes that cover elements [start, stop) of a row-major tensor: the end of the first row, then whole rows,
-    then the start of the last row."""
+    """Yield boxes that cover elements [start, stop) of a row-major tensor of shape `sizes`: the end of the first row,
+    then all complete rows, then the start of the last row. A row is one index of the first dim."""
     if start >= stop:
         return
     if len(sizes) == 1:
@@ -219,8 +222,8 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
 
 
 def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
-    """Convert a box of the tensor to boxes of the view's fine index space, in which one tensor dim may be split in
-    two."""
+    """Convert a box of the tensor's index space to boxes of the fine index space, in which the view can split one dim
+    of the tensor in two."""
     d = view.split_dim
     if d < 0:
         yield span
@@ -231,10 +234,10 @@ def _refined(span: _Span, view: MatrixView) -> Iterator[_Span]:
 
 
 def _check_partition(shape: Ints, pieces: Iterable[Piece]) -> None:
-    """Raise ValueError for the first piece that is out of bounds, else for the first gap or overlap. Replicas do not
-    count as overlap.
+    """Raise ValueError if the pieces leave a gap in the tensor, overlap or are out of its bounds. Equal pieces are
+    replicas and do not count as overlap.
 
-    All box edges together divide the tensor into cells, and each cell must be covered by exactly one box. Comparing
+    The edges of all boxes together divide the tensor into cells, and exactly one box must cover each cell. Comparing
     only the total size of the boxes with the size of the tensor would miss a gap and an overlap of equal size.
     """
     distinct = {piece for piece in pieces if piece.numel}
@@ -274,7 +277,7 @@ class ParamLayout:
     Attributes:
         view: The tensor's matrices and its global shape.
         ranks: All ranks that share the tensor, including ranks that store nothing of it.
-        held: Pieces that each of `ranks` stores.
+        held: For each rank of `ranks`, in the same order: the pieces that the rank stores.
 
     Raises:
         ValueError: The distinct pieces are out of bounds, overlap or leave a gap.
@@ -299,9 +302,10 @@ class ParamLayout:
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
-        """Tiles of each matrix: a dict from each rank that stores part of the matrix (in ascending order) to the rank's
-        tiles, in storage order."""
-        distinct = set(itertools.chain.from_iterable(self.held))  # equal on replicas, so their tiles are computed once
+        """Tiles of each matrix, as one dict per matrix. The dict maps each rank that stores part of the matrix, in
+        ascending order, to the rank's tiles in storage order."""
+        # Replicas have equal pieces, so the tiles of equal pieces are computed only once.
+        distinct = set(itertools.chain.from_iterable(self.held))
         of_held = {held: _tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
         for rank, of_rank in zip(self.ranks, self.held, strict=True):
@@ -314,8 +318,8 @@ class ParamLayout:
         return self.held[self.ranks.index(rank)]
 
     def spans(self, rank: int, strides: Sequence[int]) -> Iterator[tuple[Ints, Ints, Ints, int]]:
-        """Yield the boxes of the tensor that a rank stores: start and sizes of the box, its strides in a storage with
-        the given strides, and the offset of its first element there."""
+        """Yield (start, sizes, strides, offset) for each box of the tensor that a rank stores: the first index of the
+        box, its sizes, and its strides and the offset of its first element in a storage with the given strides."""
         for held in self.of_rank(rank):
             for start, sizes in _spans_of(held.piece, self.view.shape):
                 offset, steps = Tile(0, start, sizes, held).in_storage(self.view, strides)
@@ -323,13 +327,14 @@ class ParamLayout:
 
     @cached_property
     def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """Rank -> the nonempty pieces that it stores."""
+        """Dict from each rank to the nonempty pieces that the rank stores."""
         held = zip(self.ranks, self.held, strict=True)
         return {rank: tuple(one.piece for one in of_rank if one.piece.numel) for rank, of_rank in held}
 
     @cached_property
     def keepers(self) -> dict[Piece, Ranks]:
-        """Piece -> the ranks that store it, ascending. If there are several, they store replicas."""
+        """Dict from each piece to the ranks that store the piece, in ascending order. If several ranks store a piece,
+        they store replicas."""
         found: dict[Piece, Ranks] = {}
         for rank, pieces in self.pieces.items():
             for piece in pieces:
@@ -338,16 +343,17 @@ class ParamLayout:
 
     @cached_property
     def replica_of(self) -> dict[int, int]:
-        """Rank -> index of its replica: the rank's index among the ranks that store its first piece. 0 if it stores
-        nothing. On a hybrid-sharded mesh, this is the rank's coordinate on the replica axis.
+        """Dict from each rank to the index of its replica, which is the rank's index among all ranks that store the
+        rank's first piece. The index of a rank that stores nothing is 0. On a hybrid-sharded mesh, the index is the
+        rank's coordinate on the replica axis.
         """
         return {rank: self.keepers[pieces[0]].index(rank) if pieces else 0 for rank, pieces in self.pieces.items()}
 
     @cached_property
     def replicas(self) -> tuple[Ranks, ...]:
-        """The ranks of each replica, ordered by replica index (`replica_of`). Empty if the ranks do not form complete
-        replicas, because some pieces have more copies than others, or because a rank's pieces disagree on its replica
-        index."""
+        """The ranks of each replica, ordered by replica index (`replica_of`). The tuple is empty if the ranks do not
+        form complete replicas, because some pieces have more copies than others, or because the pieces of a rank
+        disagree on the rank's replica index."""
         places = {rank: {self.keepers[one].index(rank) for one in pieces} for rank, pieces in self.pieces.items()}
         num = {len(ranks) for ranks in self.keepers.values()}
         if len(num) != 1 or any(len(of_rank) > 1 for of_rank in places.values()):
@@ -360,8 +366,9 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and gets back the
-        result: the owner itself if it stores the piece, otherwise the rank in the owner's replica that stores it."""
+        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and to which `owner`
+        sends the result for this piece: the owner itself if it stores the piece, otherwise the rank in the owner's
+        replica that stores the piece."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 

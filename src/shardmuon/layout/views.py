@@ -1,12 +1,12 @@
-"""Views: the matrices that a tensor holds, as boxes of its index space. Integer arithmetic only.
+"""Views, which describe the matrices in a tensor as boxes of the tensor's index space. Integer arithmetic only.
 
 [Note: the fine index space]
     A plain weight holds one matrix, a stack of experts holds many, a fused projection holds several blocks of rows or
-    columns, and a convolution kernel is flattened to one matrix. Each of these may be stored transposed. One
-    representation covers all cases: split at most one of the tensor's dims into (repeat, index in the repeat). In this
-    fine index space, every matrix is a box, and each dim has one stride in the row-major matrix. So the part of a
-    matrix that a rank stores is a box as well, with strides in the storage and in the matrix, as `Tensor.as_strided`
-    takes them.
+    columns, and a convolution kernel is flattened to one matrix. Any of these can also be stored transposed. One
+    representation covers all cases: at most one dim of the tensor is split into two dims, (index of the repeat, index
+    within the repeat). In this fine index space, every matrix is a box, and each dim has one stride in the row-major
+    matrix. So the part of a matrix that a rank stores also consists of boxes, each of which has strides in the storage
+    and strides in the matrix that can be passed to `Tensor.as_strided`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Matrix(NamedTuple):
 
     Attributes:
         rows, cols: Shape of the matrix.
-        start, sizes: The box.
+        start, sizes: First index and sizes of the box.
         strides: Stride of each fine dim in the row-major matrix, in elements.
     """
 
@@ -46,13 +46,13 @@ class _Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixView:
-    """The matrices of a tensor. They cover each element exactly once.
+    """The matrices of a tensor, which together cover each element exactly once.
 
     Attributes:
         shape: Shape of the whole tensor.
         fine: Sizes of the dims after the split ([Note: the fine index space]).
-        split_dim: Dim of `shape` that is split in two in `fine`; -1: none, and `fine` equals `shape`.
-        matrices: The matrices, in order of their indices.
+        split_dim: Dim of `shape` that is split in two in `fine`; -1: no dim is split, and `fine` equals `shape`.
+        matrices: The matrices. An index of a matrix is a position in this tuple.
         num_row_dims: Number of leading dims of `shape` that index stored rows: 2 for a stack, else 1.
     """
 
@@ -64,7 +64,7 @@ class MatrixView:
 
     @property
     def longest_row(self) -> int:
-        """Largest number of columns of any matrix."""
+        """Number of columns of the widest matrix."""
         return max(matrix.cols for matrix in self.matrices)
 
     def refined(self, strides: Sequence[int]) -> Ints:
@@ -75,8 +75,9 @@ class MatrixView:
         return (*strides[:d], period * strides[d], *strides[d:])
 
     def kept(self, sizes: Sequence[int]) -> MatrixView:
-        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. The state tensor has one row per
-        entry of a stack (otherwise a single row), in which the values of the entry's blocks follow each other."""
+        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. For a stack, the state tensor has
+        one row per stacked entry, otherwise a single row. A row contains the values of all matrices of its entry, one
+        matrix after the other."""
         num_stacked = self.shape[0] if self.num_row_dims == 2 else 1
         of_row = sizes[: len(sizes) // num_stacked]
         starts = list(itertools.accumulate(of_row, initial=0))
@@ -97,19 +98,19 @@ def matrix_view(
     split_groups: int = 1,
     transposed: bool = False,
 ) -> MatrixView:
-    """Compute which matrices a tensor of this global shape holds.
+    """Compute the matrices that a tensor of this global shape contains.
 
     Args:
         shape: Global shape of the tensor.
-        view: "auto" takes a 2-D tensor as one matrix and flattens 4-D and 5-D convolution kernels to (out, in*k...).
-            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two
-            or more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", because its shape does
-            not tell experts from the kernel of a 1-D convolution.
+        view: "auto" reads a 2-D tensor as one matrix and flattens 4-D and 5-D convolution kernels to (out, in*k...).
+            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two or
+            more dims as one (shape[0], rest) matrix. A 3-D tensor needs "stack" or "flatten", because its shape does
+            not distinguish a stack of experts from the kernel of a 1-D convolution.
         split_sizes: Row counts of blocks that are separate matrices (fused q, k, v; gate and up). In a stack, each
-            expert is split. An int: number of equal blocks (one per head).
-        split_groups: Number of repeats of `split_sizes` along the rows; block j of all repeats together forms one
-            matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
-            `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
+            matrix is split in this way. An int is the number of equal blocks (for example one per head).
+        split_groups: Number of repeats of `split_sizes` along the rows; the j-th blocks of all repeats together form
+            one matrix. For grouped-query attention that is stored as query groups of (q, k, v) rows, set `split_groups`
+            to the number of query groups and `split_sizes` to the numbers of q, k and v rows of a group.
         transposed: True if the tensor stores the transpose (inputs first, as in `x @ W`). Matrices are then transposed
             when read, and `split_sizes` and `split_groups` split stored columns instead of stored rows.
 
@@ -117,7 +118,7 @@ def matrix_view(
         The view, with matrices that cover every element exactly once.
 
     Raises:
-        ValueError: The options do not fit the shape; the message says how to fix them.
+        ValueError: The options do not fit the shape.
 
     Examples:
         >>> [(m.rows, m.cols) for m in matrix_view((12, 4), split_sizes=(8, 2, 2)).matrices]
@@ -128,11 +129,11 @@ def matrix_view(
     if isinstance(split_sizes, bool):
         raise ValueError(f"split_sizes={split_sizes} is no number of blocks. Write how many, or the rows of each")
     dims = tuple(int(size) for size in shape)
-    split_dim = 1 if transposed and split_sizes is not None else 0  # 0: stored rows, 1: stored columns
+    split_dim = 1 if transposed and split_sizes is not None else 0  # 0: rows are split, 1: columns are split
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # the repeats of a single block are consecutive, so together they are one block
+    if len(blocks) == 1:  # consecutive repeats of a single block form one block
         blocks, groups = (blocks[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []
@@ -177,10 +178,10 @@ def _block(
 ) -> _Matrix:
     """Make the matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
     expert, first, size = block
-    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # stored rows and columns
+    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of stored rows and columns
     sides[split_dim] = size * groups
-    steps = (1, sides[0]) if transposed else (sides[1], 1)  # strides of stored rows and columns in the matrix
-    ranges = [(0, dims[of_rows], steps[0])]  # (first, size, stride) of each fine dim
+    steps = (1, sides[0]) if transposed else (sides[1], 1)  # stride in the matrix of each stored row and column
+    ranges = [(0, dims[of_rows], steps[0])]  # (first index, size, stride in the matrix) of each fine dim
     inner = row_major(dims[of_rows + 1 :])
     ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
     ranges[split_dim] = (first, size, steps[split_dim])
@@ -194,12 +195,12 @@ def _block(
 
 
 def _blocks_of(
-    size_of: tuple[int, int],  # stored rows and columns
+    size_of: tuple[int, int],  # numbers of stored rows and columns
     split_dim: int,
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Return the block sizes of one repeat, and the number of repeats."""
+    """Check the options, and return the sizes of the blocks in one repeat and the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")

@@ -1,1 +1,1 @@
-"""Stored momentum: dtype, device, 8-bit codes and stochastic rounding. Independent of plans."""
+"""Storage of momentum: dtype, device, 8-bit codes and stochastic rounding. This package does not use plans."""

@@ -1,4 +1,4 @@
-"""The keeper of an optimizer's momentum. It determines the dtype and device in which momentum is stored, and creates,
+"""The keeper of an optimizer's momentum, which chooses the dtype and the device of stored momentum, and creates,
 converts and checks the stored momentum of each parameter. The arithmetic is in stores.py.
 """
 
@@ -28,22 +28,22 @@ from shardmuon.momentum.stores import (
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, which also has a "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of AdamW's state, which also contains "step"
 
 
 class Keeper:
-    """The choices of an optimizer about stored momentum and rounding, with methods that create, convert and check
-    stored momentum.
+    """An optimizer's settings for stored momentum and for rounding, with methods that create, convert and check stored
+    momentum.
 
     Args:
-        dtype: Dtype of stored momentum: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
-        device: Device of stored momentum: None (the parameter's) or "cpu".
+        dtype: Dtype of stored momentum: None (dtype of the gradient), torch.float32, torch.bfloat16 or "int8".
+        device: Device of stored momentum: None (device of the parameter) or "cpu".
         rounds_weights: True if bf16 weights are rounded stochastically.
 
     Attributes:
-        rounds: True if momentum or weights are rounded stochastically. Steps are then counted, and ranks must agree on
-            parameter names, because random bits depend on both.
-        as_computed: True if momentum is stored on the device that computes it, without stochastic rounding.
+        rounds: True if momentum or weights are rounded stochastically. In this case, steps are counted, and ranks must
+            agree on parameter names, because the random bits of a parameter depend on its name and the step.
+        as_computed: True if momentum is stored on the device where it is computed, without stochastic rounding.
     """
 
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool) -> None:
@@ -52,14 +52,14 @@ class Keeper:
         self.as_computed = not self.rounds and device is None
 
     def text(self) -> str:
-        """Format the dtype and rounding for comparison between ranks."""
+        """Format the momentum dtype and the rounding of weights as text, which ranks compare."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
         """Return the dtype and device in which the momentum, and its scales if there are any, are stored, by state key.
 
         Args:
-            like: A tensor on the parameter's device.
+            like: Any tensor on the parameter's device.
             dtype: Dtype in which the momentum is computed.
         """
         place = like.device if self.device is None else torch.device(self.device)
@@ -70,12 +70,13 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------- state
 
     def is_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0) -> bool:
-        """True if a parameter's state can be used as it is: it has only the momentum (and state of the variant), in the
-        dtype and on the device of the gradient. This is so in nearly every step; otherwise, call `fit`.
+        """True if a parameter's state can be used as it is: the state contains only the momentum (and the state of the
+        Muon variant), and the momentum has the dtype and the device of the gradient. The result is True in nearly every
+        step; if it is False, the caller must call `fit`.
 
         Args:
             state: State of the parameter.
-            buffer: Local storage of the momentum; None if there is none yet.
+            buffer: Local storage of the momentum; None before the first step.
             grad: Local storage of the gradient.
             others: Number of state tensors of the variant's stages.
         """
@@ -87,21 +88,23 @@ class Keeper:
         self,
         param: Tensor,
         engine: Engine,
-        identity: str,  # the parameter's name, the same on all ranks
+        identity: str,  # name of the parameter, equal on all ranks
         view: MatrixView,
-        grad: Tensor,  # local storage
-        state: MutableMapping[str, Any],  # the parameter's state; updated in place, including its step count
+        grad: Tensor,  # local storage of the gradient
+        state: MutableMapping[str, Any],  # state of the parameter, which is updated in place, step count included
     ) -> tuple[Tensor, Rounding]:
         """Create or convert a parameter's stored momentum as needed for this step.
 
         Returns:
-            Local storage of the momentum (or of its 8-bit codes), and how to round momentum and weights.
+            Local storage of the momentum (or of the momentum's 8-bit codes), and the `Rounding` of momentum and
+            weights.
         """
         stream = weights = None
         count = self.count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
-            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # same dtype as torch's step counts
+            # torch's own optimizers store step counts in the same dtype
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
                 stream = Stream.of(identity, "momentum", count, cols)
@@ -122,12 +125,12 @@ class Keeper:
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
     def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Create zeros for a parameter's momentum, and for its scales if it has any, by state key.
+        """Create zero-filled tensors for a parameter's momentum and, if 8-bit codes are used, its scales, by state key.
 
         Args:
             like: Local storage of the parameter or its gradient, which determines shape and device.
             dtype: Dtype in which the momentum is computed.
-            num_row_dims: Number of leading dims that are rows.
+            num_row_dims: Number of leading dims that index rows.
         """
         kinds = self._kinds(like, dtype)
         if SCALE not in kinds:
@@ -137,14 +140,15 @@ class Keeper:
 
     @staticmethod
     def count_of(state: Mapping[str, Any]) -> int:
-        """Return the number of steps that Muon has counted for a parameter; a `step` left over from AdamW is 0."""
+        """Return the number of steps that Muon has counted for a parameter; a `step` left over from AdamW counts as
+        0."""
         return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
 
     @staticmethod
     def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
         """Check that the codes and scales of 8-bit momentum fit each other and the parameter. Return an error text
-        without the parameter's name; None if they fit, or if there are neither. The shape of the codes is checked
-        elsewhere, like that of any momentum."""
+        without the parameter's name; None if they fit, or if the state contains neither codes nor scales. The shape of
+        the codes is checked elsewhere, because stored momentum of every dtype needs that check."""
         buffer, scale = state.get(BUFFER), state.get(SCALE)
         coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
         if not coded and scale is None:
@@ -164,8 +168,8 @@ class Keeper:
         return None
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """Decode the momentum of this rank's part of a parameter, in the shape of its local storage. None before the
-        first step."""
+        """Decode the momentum of this rank's part of a parameter, in the shape of the part's local storage. Return None
+        before the first step."""
         return _decoded(_stored(engine, state))
 
     # ---------------------------------------------------------------------------------------------- checkpoints
@@ -180,8 +184,8 @@ class Keeper:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
-        8-bit codes is left to the next step, because it takes the parameter's layout."""
+        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. The next step converts
+        from or to 8-bit codes if needed, because that conversion requires the parameter's layout."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = torch.float32
@@ -191,7 +195,7 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the local storages of a parameter's momentum and scales that exist, by state key."""
+    """Return the local storage of a parameter's momentum and of its scales, as far as they exist, by state key."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 
@@ -203,8 +207,8 @@ def _keep(
     shape: Ints,
     num_row_dims: int,
 ) -> None:
-    """Put local tensors into a parameter's state, as DTensors if the parameter is one. `shape` is the global shape of
-    the parameter."""
+    """Put local tensors into a parameter's state, as DTensors if the parameter is a DTensor. `shape` is the global
+    shape of the parameter."""
     state[BUFFER] = engine.wrap(stored[BUFFER], param)
     if SCALE in stored:
         state[SCALE] = engine.wrap(stored[SCALE], param, scale_shape(shape, num_row_dims))
@@ -223,22 +227,23 @@ def _was_adamws(state: Mapping[str, Any]) -> bool:
 
 
 def _forget_adamw(state: MutableMapping[str, Any]) -> None:
-    """Remove AdamW's state from a parameter that Muon now updates; it would be stale if AdamW took over again."""
+    """Remove AdamW's state from a parameter that Muon now updates. The state would be out of date if AdamW updated the
+    parameter again later."""
     if _was_adamws(state):
         for key in (STEP, *MOMENTS):
             state.pop(key, None)
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype | None:
-    """Return the dtype of a parameter's gradient; None if it is unknown until there is a gradient (`param.grad_dtype`
-    is None)."""
+    """Return the dtype of a parameter's gradient; None if the dtype is unknown until there is a gradient
+    (`param.grad_dtype` is None)."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype) if param.grad is None else param.grad.dtype
     return dtype
 
 
 def offloaded_from(param: Tensor) -> torch.device | None:
-    """Return the accelerator from which a parameter was offloaded to the CPU; None if it was not offloaded, or if the
-    tensor does not show it."""
+    """Return the accelerator from which a parameter was offloaded to the CPU; None if the parameter was not offloaded,
+    or if its tensor does not record the accelerator."""
     if not is_dtensor(param):
         return getattr(param, "_shardmuon_home", None) if param.device.type == "cpu" else None
     kind = param.device_mesh.device_type
@@ -248,11 +253,11 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:
-    """Raise Unlike if a shard or a matrix begins or ends inside a block of columns, for which 8-bit momentum has one
-    scale."""
+    """Raise Unlike if a shard or a matrix begins or ends inside a block of columns. In 8-bit momentum, all elements of
+    a block have a common scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
-    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()  # rank, and a text about what it stores
+    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()  # ranks, descriptions of their shards
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:
             if isinstance(box, FlatRange):

@@ -3,23 +3,23 @@
 [Note: bits belong to elements]
     The random bits of an element depend only on the parameter, the purpose (momentum or weights), the step and the
     element's position in its matrix. There is no generator state, and the bits do not depend on device or layout.
-    Therefore replicas round in the same way, any sharding gives the same bits, and a resumed run continues with the
-    same bits. The generator is SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2714064.2660195), used
-    with a counter, so that output i is a function of the key and i. Each output has 16 bits for each of four
-    neighboring elements of a row.
+    Therefore replicas round in the same way, all shardings use the same bits, and a resumed run uses the same bits as
+    an uninterrupted run. The generator is SplitMix64 (Steele, Lea and Flood 2014,
+    https://doi.org/10.1145/2714064.2660195), used with a counter, so that output i is a function of the key and i. An
+    output has 64 bits, 16 for each of four neighboring elements of a row.
 
 [Note: rounding of the momentum]
-    A step moves the momentum B by (1 - mu)(G - B), often by less than the spacing of numbers in the storage dtype.
-    Rounding to nearest loses such steps: with bf16 and mu = 0.95, B stops 4% to 8% short of a constant gradient.
-    Stochastic rounding loses nothing on average, but is sqrt(2) times noisier where steps are large, as they are in
-    training. Therefore an element is rounded stochastically if it moved by less than the spacing at its value, and to
-    nearest otherwise.
+    With gradient G and momentum coefficient mu, a step moves the momentum B by (1 - mu)(G - B), often by less than the
+    spacing of numbers in the storage dtype. Rounding to nearest loses such steps: with bf16 and mu = 0.95, B stops 4%
+    to 8% short of a constant gradient. Stochastic rounding loses nothing on average, but where steps are large, as they
+    are in training, it is sqrt(2) times noisier than rounding to nearest. Therefore an element is rounded
+    stochastically if the step moves it by less than the spacing at its value, and to nearest otherwise.
 
 [Note: 8-bit codes]
     A block has 128 consecutive elements of a row and one fp32 scale, the largest magnitude in the block. Code k in -127
-    .. 127 stands for sign(k) (k / 127)**2 * scale. Near zero, where most elements are, this is finer than equidistant
-    codes. Blocks start at multiples of 128 columns of the logical tensor, so codes do not depend on the layout as long
-    as no shard begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
+    .. 127 stands for sign(k) (k / 127)**2 * scale. Near zero, where most elements are, these codes are finer than
+    equidistant codes. Blocks start at multiples of 128 columns of the logical tensor, so codes do not depend on the
+    layout as long as no shard begins or ends inside a block. A block with a NaN or Inf decodes to NaN.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from torch import Tensor
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.views import Ints
 
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # written as signed integers; torch's int64 arithmetic wraps around
+# The constants of SplitMix64, written as signed integers because torch's int64 arithmetic wraps around.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # makes rounding go to nearest if it takes the place of random bits
+_NEAREST = 0x8000  # rounds to nearest if it is used in place of random bits
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,21 @@ class Stream:
 
     @classmethod
     def of(cls, identity: str, purpose: str, step: int, cols: int) -> Stream:
-        """Make the stream for one parameter, purpose and step. A change in any of the three gives independent bits.
+        """Make the stream for one parameter, purpose and step. A change in any of the three arguments gives independent
+        bits.
 
         Args:
             identity: The parameter's name, the same on all ranks.
             purpose: "momentum" or "weights".
-            step: Number of the step.
-            cols: Number of columns of the parameter's widest matrix. It is not hashed, but determines which counters
-                each row uses.
+            step: Number of the step, counted from 1.
+            cols: Number of columns of the parameter's widest matrix. This number is not part of the hash, but
+                determines which counters each row uses.
         """
         text = repr((0, identity, purpose, step))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
-    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # patch.sizes, int32 in [0, 2**16)
+    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # int32 in [0, 2**16), with shape patch.sizes
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
         along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column changes
         across = [d for d, step in enumerate(patch.cols) if not step]
@@ -99,7 +101,7 @@ class Rounding(NamedTuple):
     Attributes:
         momentum: Random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
         scales: Scales of 8-bit codes; None in other formats.
-        weights: Random bits for bf16 weights. None: they are rounded to nearest.
+        weights: Random bits for bf16 weights. None: weights are rounded to nearest.
     """
 
     momentum: Stream | None = None
@@ -107,9 +109,9 @@ class Rounding(NamedTuple):
     weights: Stream | None = None
 
 
-def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D, int64
-    """Compute `first` plus the sum of index * step over dims, given as (size, step), for all indices in row-major
-    order.
+def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D tensor of int64
+    """Compute `first` plus the sum of index * step over all dims, for all indices in row-major order. `dims` lists
+    (size, step) of each dim.
     """
     found = torch.full((1,), first, device=device, dtype=torch.int64)
     for size, step in dims:
@@ -119,36 +121,37 @@ def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> 
 
 
 def mix_(z: Tensor, key: Tensor | int) -> Tensor:
-    """Replace counters by SplitMix64's outputs for a key, in place. For each counter this is a bijection of the key,
-    and for each key one of the counter, in which every output bit depends on every input bit."""
+    """Replace the counters `z`, in place, by SplitMix64's outputs for a key. Different counters give different outputs
+    for a key, and different keys give different outputs for a counter. Every bit of an output depends on all bits of
+    the counter and the key."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # logical shift: torch's `>>` is arithmetic
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes torch's arithmetic shift logical
         z *= factor
     return z
 
 
 def _round_by(
-    x: Tensor,  # fp32
-    bits: Tensor,  # int32 in [0, 2**16), the shape of x: random bits, or _NEAREST
-) -> Tensor:  # bf16
+    x: Tensor,  # values in fp32
+    bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
+) -> Tensor:  # values in bf16
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
-    # bf16 is the upper half of fp32, so a carry out of the lower half gives the next bf16 value, even across powers of
-    # 2
+    # A bf16 number is the upper half of an fp32 number, so a carry out of the lower half gives the next bf16 number,
+    # even across powers of 2.
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def _slab(device: torch.device) -> int:
-    """Return the number of elements to process at once, so that temporaries fit in a CPU's cache, or so that an
-    accelerator has enough work."""
+    """Return the number of elements to process at once: on a CPU, so few that temporaries fit in the cache; on an
+    accelerator, enough to keep it busy."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
-def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # bf16
-    """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` is fp32 and may have any shape
-    with the same order of elements; the result has the shape of `x`."""
+def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # values in bf16
+    """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in fp32,
+    in the patch's order but in any shape; the result has the shape of `x`."""
     values = x.reshape(patch.sizes)
     out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
     for cut, part in patch.slabs(_slab(x.device), len(patch.sizes)):
@@ -156,16 +159,16 @@ def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # bf16
     return out.view(x.shape)
 
 
-BLOCK = 128  # columns
+BLOCK = 128  # number of columns with a common scale
 _LEVELS = 127
 
 
 def step_stored_(
-    stored: Sequence[Tensor],  # (bf16 momentum,) or (int8 codes, scales); on any device, updated in place
-    grad: Tensor,  # the shape of stored[0]; not written to
-    out: Tensor | None,  # the same shape, any dtype; overwritten with the input of orthogonalization
+    stored: Sequence[Tensor],  # either (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
+    grad: Tensor,  # gradient with the shape of stored[0]; it is not changed
+    out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the input of orthogonalization
     *,
-    patch: Patch,  # rows and columns of the matrix that `grad` covers; the same shape
+    patch: Patch,  # the rows and columns of the matrix that `grad` covers, in the shape of `grad`
     stream: Stream,
     momentum: float,
     nesterov: bool,
@@ -173,7 +176,7 @@ def step_stored_(
     """Update stored momentum by one step, computed in fp32 as in `shardmuon.step.update.momentum_`. See [Note: rounding
     of the momentum] and [Note: 8-bit codes].
 
-    Codes have row dims, then column dims; scales have the same row dims, then one dim of blocks.
+    Codes have row dims followed by column dims. Scales have the same row dims followed by one dim of blocks.
     """
     is_coded = len(stored) > 1
     num_dims = stored[-1].dim() - is_coded
@@ -188,7 +191,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in fp32 ulps: 2**16 in one spacing of bf16
+            # The distance is in units of the spacing of fp32. The spacing of bf16 is 2**16 of these units.
+            moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):
             place.copy_(value)
@@ -202,17 +206,18 @@ def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
 
 
 def encode(
-    new: Tensor,  # any float dtype, the shape of a rank's storage
+    new: Tensor,  # values in any float dtype, with the shape of a rank's storage
     num_row_dims: int,
-    old: Tensor | None = None,  # fp32, same shape: the values before the step; None: round all to nearest
-    bits: Tensor | None = None,  # int32 in [0, 2**16), same shape: random bits
-) -> tuple[Tensor, Tensor]:  # codes: int8, same shape; scales: fp32, (rows.., blocks)
-    """Convert the values `new` to 8-bit codes and scales. The rank's storage must begin at a block boundary of the
-    whole tensor."""
+    old: Tensor | None = None,  # fp32 values before the step; None: all values are rounded to nearest
+    bits: Tensor | None = None,  # random bits (int32 in [0, 2**16)); None: all values are rounded to nearest
+) -> tuple[Tensor, Tensor]:  # int8 codes with the shape of `new`, and fp32 scales with shape (rows.., blocks)
+    """Convert the values `new` to 8-bit codes and scales. Each row of the rank's storage must begin where a block of
+    the whole tensor begins."""
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # the squares of the codes before rounding; a block of zeros gives 0 / 0, a block with NaN or Inf gives NaN or 0
+    # squares of the codes before rounding; NaN from a block of zeros (0 / 0) or from a block with NaN or Inf is
+    # replaced by 0
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
     gap = 2 * low + 1  # distance between the squares of adjacent codes
@@ -220,7 +225,7 @@ def encode(
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
         moved = ((blocks - _blocks(old.flatten(num_row_dims))).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        # in (0, 1): the middle of the interval for which the bits stand
+        # 16 bits select one of 2**16 equal intervals of (0, 1), whose midpoint becomes the random threshold
         random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000
         threshold = torch.where(moved < gap, random, 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
@@ -228,16 +233,16 @@ def encode(
 
 
 def decode(
-    codes: Tensor,  # int8, the shape of a rank's storage
-    scale: Tensor,  # (rows.., blocks)
-) -> Tensor:  # fp32, the shape of the codes
+    codes: Tensor,  # 8-bit codes (int8), with the shape of a rank's storage
+    scale: Tensor,  # scales with shape (rows.., blocks)
+) -> Tensor:  # values in fp32, with the shape of `codes`
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
-    scale = scale.float()  # scales loaded from a checkpoint may have another dtype
+    scale = scale.float()  # scales from a checkpoint can have a dtype other than fp32
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:  # (..., cols) -> (..., blocks, BLOCK)
+def _blocks(x: Tensor) -> Tensor:  # reshapes (..., cols) to (..., blocks, BLOCK), padded with zeros
     padded = F.pad(x, (0, -x.shape[-1] % BLOCK))
     return padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)

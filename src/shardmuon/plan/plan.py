@@ -1,5 +1,6 @@
-"""The plan: which rank orthogonalizes which matrix, and which matrices are exchanged together. A plan is pure data, and
-ranks that share parameters have the same plan for them. `planner.make_plan` makes it."""
+"""The plan, which assigns each matrix to the rank that orthogonalizes it and groups matrices that are exchanged
+together. A plan is pure data, made by `planner.make_plan`. Ranks that share parameters have the same plan for these
+parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from shardmuon.texts import table
 
 
 class Kept(NamedTuple):
-    """State tensor (fp32) with a few values for each matrix of a parameter, as stored by one stage of a Muon variant
-    (NorMuon's second moments, for example).
+    """An fp32 state tensor with a few values for each matrix of a parameter, which belongs to one stage of a Muon
+    variant. NorMuon's second moments are an example.
 
     Attributes:
-        layout: Layout of the state tensor. For each matrix of the parameter, it has one matrix of shape 1 x n, of which
-            a rank stores either all or nothing.
+        layout: Layout of the state tensor, which contains one matrix of shape 1 x n for each matrix of the parameter. A
+            rank stores either all or nothing of such a matrix.
         travels: True if the rank that orthogonalizes a matrix also changes the values and must send them to all ranks
             that store them.
     """
@@ -34,15 +35,18 @@ class Spec(NamedTuple):
     """The planner's description of one parameter.
 
     Attributes:
-        name: Name for messages and tables.
+        name: Name of the parameter in messages and tables.
         layout: Layout of the parameter, which gives the pieces that each rank stores.
-        hows: Text that describes how each matrix is orthogonalized; equal for all matrices of a batch.
+        hows: For each matrix, a text that describes how the matrix is orthogonalized. Only matrices with equal texts
+            can be in the same batch.
         costs: Floating point operations to orthogonalize each matrix.
-        itemsizes: Bytes per element when a matrix is sent, for each matrix.
-        batch: Text of coefficients and variant stages; equal for all matrices of a batch.
-        kind: Device type; equal for all parameters of a bucket.
+        itemsizes: For each matrix, the number of bytes per element in which the matrix is sent.
+        batch: Text that lists the coefficients and the stages of the Muon variant. Only parameters with equal texts can
+            have matrices in the same batch.
+        kind: Type of the parameter's device. Parameters of a bucket have equal device types.
         kept: State tensors with values per matrix, one for each variant stage that has such state.
-        reasons: For each matrix, the reason why its method was chosen, for printed plans. Empty: print no reasons.
+        reasons: For each matrix, the reason why its method was chosen, for printed plans. If empty, no reasons are
+            printed.
     """
 
     name: str
@@ -57,16 +61,18 @@ class Spec(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Bounds and machine rates on which a plan depends besides its parameters.
+    """Limits and machine rates that, together with the parameters, determine a plan.
 
     Attributes:
         bucket_bytes: Maximum size of the matrices that one rank orthogonalizes in a bucket, in bytes as sent. A larger
-            matrix gets a separate bucket. None: choose the size that needs the least memory among sizes whose estimated
-            time is at most 2% above the fastest. For matrices that are not exchanged, None means 32 MiB, or 1/32 of
-            their momentum in fp32 if that is more; on a CPU, 4 MiB.
-        machine: Rates from which the time of a plan is estimated.
-        each: True if every replica may orthogonalize all of its matrices itself where that is faster. False if the
-            ranks' machines differ: their results could differ in bits, and replicas would diverge.
+            matrix gets a separate bucket. If None, the planner chooses the size that needs the least memory among sizes
+            whose estimated time is at most 2% above the fastest. For matrices that are not exchanged, the default is 4
+            MiB on a CPU. On other devices, it is 32 MiB or 1/32 of the size of the matrices' momentum in fp32,
+            whichever is larger.
+        machine: Rates of the machine, from which the time of a plan is estimated.
+        each: True if the planner is allowed to let every replica orthogonalize all of its matrices itself where that is
+            faster. Must be False if the ranks' machines differ: the results of different machines could differ in bits,
+            and replicas would diverge.
     """
 
     bucket_bytes: int | None = None
@@ -78,13 +84,13 @@ class Item(NamedTuple):
     """One matrix and its owners, the ranks that orthogonalize it.
 
     Attributes:
-        param, matrix: Index of the parameter's `Spec`, and index of the matrix in the parameter's view.
+        param, matrix: Index of the parameter's `Spec` in the plan, and index of the matrix in the parameter's view.
         rows, cols: Shape of the matrix.
         owners: A single rank, or one rank per replica in the order of `ParamLayout.replicas`.
         route: "local": no element is sent. "owner": the matrix is gathered on its owner, and the result is scattered.
         how: Text that describes how the matrix is orthogonalized.
         cost: Floating point operations to orthogonalize the matrix.
-        reason: Reason why the method was chosen. It may name capabilities of one rank's machine, so ranks do not
+        reason: Reason why the method was chosen. The text can name capabilities of one rank's machine, so ranks do not
             compare it.
     """
 
@@ -100,7 +106,7 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Index of the parameter and of the matrix. A plan's items are sorted by it."""
+        """Sort key of a plan's items: index of the parameter, then index of the matrix."""
         return self.param, self.matrix
 
     @property
@@ -108,23 +114,24 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """Return the owner whose results a rank receives: if each replica has an owner, the owner in the rank's
-        replica."""
+        """Return the owner that computes the results for a rank: the owner in the rank's replica if each replica has an
+        owner, otherwise the only owner."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
 
 class Bucket(NamedTuple):
-    """Matrices that are processed together: exchanged between ranks and orthogonalized, or only orthogonalized. Plans
-    sort the buckets that are exchanged as tuples of these fields.
+    """Matrices that are processed together: exchanged between ranks and orthogonalized, or only orthogonalized. In a
+    plan, exchanged buckets are sorted by the first five of these fields.
 
     Attributes:
         ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
-        route, num_owners: Route, and number of owners of a matrix, equal for all of the bucket's items.
+        route, num_owners: Route of each item, and number of owners of each item; both are equal for all items of the
+            bucket.
         kind: Device type.
-        itemsize: Bytes per element as sent.
-        items: Indices into the plan's items.
-        gathers: False if every owner stores its matrices whole, as plain replicas do, and sends no state. The bucket
-            then needs no gather or scatter, only a relay of results to other replicas.
+        itemsize: Bytes per element in which the matrices are sent.
+        items: Indices of the bucket's matrices in the plan's items.
+        gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
+            exchange that the bucket then needs is the relay, which sends the results to the other replicas.
     """
 
     ranks: Ranks
@@ -143,16 +150,17 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of all matrices to owners, the ranks that orthogonalize them, and to buckets, which are exchanged
-    together.
+    """Assignment of each matrix to its owners, the ranks that orthogonalize it, and to a bucket, a group of matrices
+    that are exchanged together.
 
     Attributes:
         specs: Descriptions of the parameters.
-        items: The matrices of all parameters, in order.
+        items: The matrices of all parameters, sorted by `Item.key`.
         buckets: Buckets in the order in which every rank begins them. The order depends only on the buckets' content:
             if ranks that exchange buckets with several sets of ranks used different orders, they could deadlock.
-        notes: Lines printed below the plan: choices made by estimated time, and remarks on the whole plan.
-        policy: Bounds and machine rates from which the plan was made.
+        notes: Lines that are printed below the plan. They explain choices that depend on estimated times, and the plan
+            as a whole.
+        policy: Limits and machine rates from which the plan was made.
     """
 
     specs: tuple[Spec, ...]
@@ -163,8 +171,8 @@ class Plan:
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
-        """Set of ranks that share parameters -> 16-byte digest of the part of the plan that must be equal on all of
-        these ranks."""
+        """Dict from each set of ranks that share parameters to a 16-byte digest of the part of the plan that must be
+        equal on all ranks of the set."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
             params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
@@ -179,13 +187,14 @@ class Plan:
                 for bucket in self.buckets
                 if bucket.exchange and bucket.ranks == ranks
             ]
-            # leave out local buckets: they depend on parameters that the owner shares with ranks outside this set
+            # local buckets are left out, because they depend on parameters that the owner shares with ranks outside
+            # this set
             local = [item for n, item in items.items() if self.items[n].route == "local"]
             found[ranks] = digest_of([specs, moving, local])
         return found
 
     def loads(self) -> dict[int, int]:
-        """Map each rank to the floating point operations of the matrix products that it computes in one step."""
+        """Map each rank to the floating point operations of the matrix products that the rank computes in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:
@@ -205,7 +214,7 @@ class Plan:
 
 
 def _rows(plan: Plan) -> str:
-    """Make a text table of a plan's matrices, bucket by bucket."""
+    """Format the matrices of a plan as a table, bucket by bucket."""
     rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):

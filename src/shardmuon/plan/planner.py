@@ -1,16 +1,18 @@
-"""The planner, which makes a plan: it chooses the owner of each matrix, the rank that orthogonalizes it, and divides
-the matrices into buckets, which are exchanged together, so that a step takes the least time. All functions are pure.
+"""The planner, which makes plans. It chooses the owner of each matrix, which is the rank that orthogonalizes the
+matrix, and divides the matrices into buckets of matrices that are exchanged together, so that a step takes as little
+time as possible. All functions are pure.
 
 [Note: balance within a set]
     Work is balanced separately within each set of ranks that share tensors. A rank can belong to several sets, but the
-    other ranks of one set do not know its work in the others. All ranks of a set must choose the same owners, so the
-    choice uses only what all of them know.
+    other ranks of a set do not know how much work this rank has in its other sets. All ranks of a set must choose the
+    same owners, so the choice depends only on data that all of these ranks know.
 
 [Note: the price of buckets]
-    The price of a choice is the estimated time of a step. To find it, `price.clock` simulates the loop that executes
-    the buckets, on every rank that has the most to compute in some bucket. An exchange takes as long as it takes the
-    rank that sends or receives the most. Half of each exchange is assumed to overlap with computation, for lack of a
-    better estimate. Prices are integers (nanoseconds), so that all ranks get the same results.
+    The price of a choice is the estimated time of a step. To find the price, `price.clock` simulates the loop that
+    executes the buckets, for every rank that has the most to compute in at least one bucket. The duration of an
+    exchange is that of the rank that sends or receives the most data. Half of each exchange is assumed to overlap with
+    computation, for lack of a better estimate. Prices are integers (nanoseconds), so that all ranks get the same
+    results.
 """
 
 from __future__ import annotations
@@ -30,20 +32,24 @@ from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
 _LATE = 1.03  # a rank with more than this multiple of the mean load gives matrices to other ranks
-# Replicas divide matrices among them, unless it saves enough time if each replica orthogonalizes all of its matrices.
-_NO_GAIN = 102  # percent: minimum ratio of the time with division to the time without
-_LATENCIES = 3  # minimum saving without division, in latencies of exchanges between nodes
-_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets to try
+# Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
+# itself. The next two constants define what is enough.
+_NO_GAIN = 102  # minimum ratio of the time with division to the time without division, in percent
+_LATENCIES = 3  # minimum time that must be saved, in latencies of exchanges between nodes
+_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets that the planner tries
 _TAILS = (1, 2, 4)
 _LEAST_BYTES = 32 * 2**20
 _IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
-_OF_MOMENTUM = 32  # a bucket that is not exchanged may have at most 1/32 of the bytes of its rank's fp32 momentum
-_NO_DEARER = 102  # a choice that needs less memory may take up to this percentage of the shortest time
-_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.slots`
-_LAUNCHES = 30  # kernel launches of five Newton-Schulz steps
-_PACKS, _APPLIES, _FILLS = 30, 26, 12  # memory traffic of these phases in bytes per element, see `foresight.hardware`
+# By default, a bucket that is not exchanged has at most 1/32 of the bytes of the momentum in fp32, or _LEAST_BYTES if
+# that is more.
+_OF_MOMENTUM = 32
+_NO_DEARER = 102  # limit on the time of a choice that needs less memory, in percent of the shortest time
+_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.batch_size`
+_LAUNCHES = 30  # number of kernel launches in five Newton-Schulz steps
+# Memory traffic of three phases of a step in bytes per element, see `foresight.hardware`.
+_PACKS, _APPLIES, _FILLS = 30, 26, 12
 
-_Key = tuple[int, int]  # index of a parameter, index of the matrix in it
+_Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
 _Share = list[Item]  # the matrices of a bucket
 
 
@@ -52,9 +58,11 @@ class _Way(NamedTuple):
 
     Attributes:
         items: The matrices with their owners.
-        moving: Buckets of matrices that are sent between ranks, grouped by common properties. A key is a bucket without
-            items that holds the properties; its value lists the matrices of each bucket with these properties.
-        ns: Estimated time of a step in nanoseconds, without matrices that a single rank stores and orthogonalizes.
+        moving: Buckets of matrices that are sent between ranks, grouped by the properties that they have in common. A
+            key is a bucket without items that has the properties; its value lists the matrices of each bucket that has
+            the same properties.
+        ns: Estimated time of a step in nanoseconds, which excludes matrices that a single rank stores and
+            orthogonalizes.
         notes: Lines for the printed plan that explain the choice.
     """
 
@@ -65,7 +73,7 @@ class _Way(NamedTuple):
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
-    """Make a plan: assign an owner and a bucket to every matrix."""
+    """Make a plan, which assigns owners and a bucket to every matrix of the parameters in `specs`."""
     sets: dict[Ranks, list[Item]] = {}
     for param, spec in enumerate(specs):
         matrices = range(len(spec.layout.view.matrices))
@@ -77,8 +85,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
 
 
 def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy: Policy) -> _Way:
-    """Assign owners and buckets to the matrices that a set of ranks shares. All ranks divide the matrices among them,
-    or every replica orthogonalizes all of its matrices itself if that is estimated to be faster."""
+    """Assign owners and buckets to the matrices that a set of ranks shares. Either all ranks divide the matrices among
+    themselves, or every replica orthogonalizes all of its matrices itself if that is estimated to save enough time."""
     owners = _owners(specs, drafts, ranks, policy.machine.per_node)
     _hand_on(specs, drafts, owners, ranks, policy.machine)
     shared = _cheapest(specs, [_placed(specs[item.param], item, (owners[item.key],)) for item in drafts], policy)
@@ -96,8 +104,8 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
 
 def _gains(shared: int, alone: int, policy: Policy) -> bool:
     """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
-    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred: replicas that receive the
-    same results are certain to stay equal."""
+    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred, because replicas that
+    receive the same results are certain to stay equal."""
     return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared
 
 
@@ -105,11 +113,13 @@ def _gains(shared: int, alone: int, policy: Policy) -> bool:
 
 
 def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
-    """Make the item of a matrix. Its `owners` are all candidates; one of them is chosen later."""
+    """Make the provisional item of a matrix, in which `owners` lists all ranks that can own the matrix. The final
+    owners are chosen later."""
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
     able = layout.whole_on[matrix] or tuple(layout.tiles[matrix])
-    # an owner needs the state values of its matrix; for a sharded stack of experts, only some ranks store them
+    # An owner needs the state values of its matrix. If a stack of experts is sharded, only some ranks store these
+    # values.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
     why = spec.reasons[matrix] if spec.reasons else ""
@@ -117,23 +127,25 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """Give a matrix its owners. The route becomes "local" if no other rank stores any element of the matrix or of
-    state tensors that owners would send."""
+    """Return the item with these owners. The route becomes "local" if no other rank stores any element of the matrix or
+    of a state tensor that the owners must send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
 
 
 def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_node: int) -> dict[_Key, int]:
-    """Choose the owner of each matrix that a set of ranks shares. Matrices with a single candidate come first, then
-    the costliest. Each goes to the candidate with the least work so far. Among candidates with equal work, the replica
-    that has to relay the fewest elements to other replicas is preferred, then ranks alternate between nodes."""
+    """Choose the owner of each matrix that a set of ranks shares. Matrices with a single candidate are assigned first,
+    the others in order of decreasing cost. Each matrix goes to the candidate that has the least work so far. Among
+    candidates with equal work, those in the replica that has been assigned the fewest elements are preferred, because a
+    replica relays its results to the others. If several candidates remain, owners alternate between nodes."""
     ranks = tuple(sorted(ranks, key=lambda rank: (rank % per_node, rank)))
     place = {rank: at for at, rank in enumerate(ranks)}
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)  # FLOP per rank; elements per replica
+    # `work`: operations assigned to each rank; `moved`: elements assigned to each replica
+    work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
         at, of_rank = able[item.owners], replica[specs[item.param].layout]
@@ -148,10 +160,11 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
 def _hand_on(
     specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[_Key, int], ranks: Ranks, machine: Machine
 ) -> None:
-    """Reassign matrices of overloaded ranks to other ranks of their node, by changing `owners`. Only matrices that are
-    stored by a single rank are reassigned. This balances models in which all ranks store experts, but only a few also
-    store a dense matrix."""
-    # floating point operations of each rank; (cost, key) of each rank's movable matrices
+    """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners`. Only matrices that a
+    single rank stores are reassigned. This helps with models in which all ranks store experts, but only a few ranks
+    also store a dense matrix."""
+    # `loads`: floating point operations of each rank; `alone`: (cost, key) of each rank's matrices that can be
+    # reassigned
     loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
     for item in drafts:
         owner = owners[item.key]
@@ -183,8 +196,9 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
     """Choose an owner in every replica, so that each replica orthogonalizes its matrices by itself. Owners are chosen
-    in the first replica; in the others, the rank that stores the same piece becomes the owner. If layouts differ in
-    their replicas, only matrices on the replicas with the most work are returned, by their keys."""
+    in the first replica. In every other replica, the rank that stores the same piece as the chosen rank becomes an
+    owner. Returns the items by their keys. If not all layouts have the same replicas, only matrices of the layouts that
+    cause the most work are returned."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -226,8 +240,9 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
     """List all buckets of a plan in the order of their execution.
 
     Half of a rank's local buckets (matrices that are not exchanged) come before all exchanged buckets and half after
-    them, so that they overlap with gathers and scatters. No local bucket comes between exchanged buckets: ranks with
-    local buckets would then post their exchanges in another order than ranks without.
+    them, so that local buckets overlap with gathers and scatters. No local bucket comes between exchanged buckets,
+    because ranks with local buckets would then start their exchanges in a different order than ranks without local
+    buckets.
     """
     number = {item.key: n for n, item in enumerate(items)}
 
@@ -252,8 +267,8 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Group matrices that may be in the same bucket. The keys are buckets without items, which hold the properties that
-    the matrices have in common."""
+    """Group matrices that can be in the same bucket. Each key is a bucket without items that has the properties of the
+    matrices in its group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -264,8 +279,8 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
-    """Divide matrices that are not exchanged into buckets. There are as few buckets as memory allows, but on a CPU,
-    each bucket is small enough for the cache."""
+    """Divide matrices that are not exchanged into buckets. There are as few buckets as the maximum size of a bucket
+    allows. On a CPU, the default maximum is small enough for the cache."""
     of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
     least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
     most = (policy.bucket_bytes or least) // alike.itemsize
@@ -278,7 +293,7 @@ def _by_price(
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
     that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
     plan."""
-    # By (largest number of elements on any rank, number of buckets, nanoseconds)
+    # keys: (largest number of elements on any rank, number of buckets, nanoseconds)
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
@@ -299,9 +314,9 @@ def _by_price(
 
 
 def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy) -> Iterator[list[_Share]]:
-    """Yield the ways to divide matrices into buckets that are to be compared. The matrices are first divided into
-    waves, each with matrices of all owners, for several numbers of waves. Then each wave becomes one bucket, or is
-    divided further by owners."""
+    """Yield divisions of the matrices into buckets, among which the caller chooses. The matrices are first divided into
+    waves, each of which contains matrices of all owners. Several numbers of waves are tried. Each wave then becomes one
+    bucket or is divided further by owners."""
     most = sum(item.numel for item in items)
     if policy.bucket_bytes:
         most = max(1, policy.bucket_bytes // alike.itemsize)
@@ -317,8 +332,8 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
 
 
 def _gathered(spec: Spec, item: Item) -> bool:
-    """Return True if a matrix needs a gather and a scatter. Return False if the rank that orthogonalizes it stores the
-    whole matrix and has no stage state to send."""
+    """True if a matrix needs a gather and a scatter. False if the rank that orthogonalizes the matrix stores the whole
+    matrix and has no state of variant stages to send."""
     stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
     return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
 
@@ -340,12 +355,12 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
     relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
-        lines: dict[tuple[int, int], _Share] = {}  # by (replica, owner)
+        lines: dict[tuple[int, int], _Share] = {}  # keys: (index of the replica, owner)
         for item in wave:
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
         shares: list[_Share] = [[] for _ in range(tail if wave is waves[-1] else max(1, tail // 2))]
-        dealt = Counter[int]()  # replica -> number of its owners assigned so far
+        dealt = Counter[int]()  # replica -> number of the replica's owners assigned so far
         for at in sorted(lines, key=lambda at: (-sum(item.cost for item in lines[at]), at)):
             shares[dealt[at[0]] % len(shares)] += lines[at]
             dealt[at[0]] += 1
@@ -365,8 +380,8 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """For each position in a list of matrix sizes, count how many shares of at most `most` elements the rest of the
-    list needs. The last entry, at the end of the list, is 0."""
+    """For each position in a list of matrix sizes, count the shares of at most `most` elements into which the rest of
+    the list must be divided. The result has an additional last entry, which is 0."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):
@@ -410,8 +425,8 @@ def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> d
 
 
 def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
-    """Count the ranks of a layout in total and per node, with `per_node` ranks on a node. The first replica and the
-    ranks that store the first piece are taken as typical of the others."""
+    """Count the ranks of a layout in total and per node, with `per_node` ranks on a node. The first replica is assumed
+    to be typical of all replicas, and the ranks that store the first piece are assumed to be typical of all pieces."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
     on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
@@ -439,8 +454,8 @@ class _Priced(NamedTuple):
     """Properties of a matrix on which the time to exchange and orthogonalize it depends.
 
     Attributes:
-        owner, replica: Rank that orthogonalizes the matrix (the first, if each replica has one), and the index of this
-            rank's replica.
+        owner, replica: Rank that orthogonalizes the matrix (the first of these ranks if each replica has one), and the
+            index of this rank's replica.
         numel: Number of elements.
         batch, ns: Number of equal matrices in a full batch, and nanoseconds per batch. A partly filled batch takes as
             long as a full one.
@@ -456,14 +471,14 @@ class _Priced(NamedTuple):
 
 
 def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices with this short side, and the nanoseconds to orthogonalize a batch. `how`:
-    text that names the compute dtype. `flops`: floating point operations for one matrix."""
+    """Estimate the batch size for matrices whose shorter side is `short`, and the nanoseconds to orthogonalize a batch.
+    `how`: text that names the compute dtype. `flops`: floating point operations for one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
     size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
-    # a batch is faster than one matrix but slower than a single product of the batch's total size: take the geometric
-    # mean of the shares of the peak that the two reach
+    # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.
+    # It is estimated as the geometric mean of the two rates, both as a share of the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
     return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)
 
@@ -474,8 +489,8 @@ class _Timed(NamedTuple):
     Attributes:
         work: Times of the bucket's phases without orthogonalization, on the rank that orthogonalizes the fewest
             elements.
-        computed: Rank that orthogonalizes matrices (owner) -> time of its matrix products and of the copies around
-            them.
+        computed: Dict from each owner, a rank that orthogonalizes matrices, to the time of the owner's matrix products
+            and of the copies before and after them.
         taken: Largest number of elements that any rank holds in buffers: the matrices that it orthogonalizes, and the
             results that it receives in the relay.
     """
@@ -487,10 +502,11 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))  # passed_on: by replica, others: by owner
+    # The keys of `passed_on` are replicas. The keys of the other three counters are owners.
+    computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    sent = relayed = 0  # elements that each rank sends in the gather, and receives in the relay
+    sent = relayed = 0  # numbers of elements that a rank sends in the gather, and receives in the relay
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
         kept[owner] += numel // holders
@@ -500,10 +516,10 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    if len(kept) >= most.holders * most.replicas:  # every rank owns a matrix and keeps its own part of it
+    if len(kept) >= most.holders * most.replicas:  # every rank owns matrices and does not send its own part of them
         sent -= min(sent, min(kept.values()))
     gather = relay = None
-    copied = 0  # nanoseconds to copy into the relay's send buffer
+    copied = 0  # time of copies to the relay's send buffer, in nanoseconds
     if most.holders > 1:
         gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
@@ -513,7 +529,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # nanoseconds: memory traffic and host
+    def passed(each: int, elements: int) -> int:  # nanoseconds of memory traffic and host work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

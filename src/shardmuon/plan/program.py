@@ -1,19 +1,20 @@
-"""The program of one rank for one bucket of matrices: lists of copies between local storage, batches of matrices, and
-wires, which are the send and receive buffers of exchanges. Pure functions.
+"""The program of one rank for one bucket of matrices. It lists the copies between local storage, batches of matrices
+and wires, where a wire is the send or receive buffer of an exchange. Pure functions.
 
 [Note: places]
     Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
     in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
-    the other end, then by matrix, then by their order in storage. The scatter returns results to the places from which
-    the gather sent. If there is a single rank, it owns all matrices, and its wires are empty.
+    the other end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the
+    same place of the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
+    matrices, and its wires are empty.
 
 [Note: results in two stages]
-    For each piece of a matrix, the owner communicates with one rank that stores the piece, if possible a rank of its
-    own replica. In a second exchange among the bucket's ranks, the relay, that rank sends the results to the other
-    ranks that store the same piece. If each replica has an owner, there is no relay. State tensors with values per
-    matrix take the same routes, placed after the tiles in the part of the wire for each rank. A rank that stores some
-    of the matrix receives the state from the rank that sends its first tile, which is the owner or a relaying rank. A
-    rank that stores nothing of the matrix receives the state from the owner.
+    For each piece of a matrix, the owner communicates with a single rank that stores the piece, if possible a rank of
+    the owner's replica. This rank then sends the results to all other ranks that store the same piece, in a second
+    exchange called the relay. If each replica has an owner, there is no relay. State tensors with values per matrix are
+    sent in the same exchanges. In the part of the wire for each rank, state values follow the tiles. A rank that stores
+    part of the matrix receives its state values together with its first tile, either from the owner or in the relay. A
+    rank that stores no part of the matrix receives the state values from the owner.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-_ALIGNMENT = 64  # bytes; equal alignment of all matrices of a batch makes a result independent of its place in it
+_ALIGNMENT = 64  # bytes; equal alignment makes a result independent of the matrix's place in a batch
 
 
 def aligned(numel: int, itemsize: int) -> int:
-    """Round a number of elements up so that their bytes are a multiple of `_ALIGNMENT`."""
+    """Round a number of elements up so that their size is a multiple of `_ALIGNMENT` bytes."""
     per_line = _ALIGNMENT // itemsize
     return -(-numel // per_line) * per_line
 
@@ -45,8 +46,8 @@ class BufferPlace(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of a block between two buffers, in either direction. All strides are nonzero, so that no two elements of
-    the block share a place."""
+    """A copy of a block of elements between two buffers, in either direction. All strides are nonzero, so that no two
+    elements of the block have the same place."""
 
     sizes: Ints
     here: BufferPlace
@@ -62,12 +63,12 @@ class Load(NamedTuple):
 
 
 class KeptLoad(NamedTuple):
-    """State values of a matrix (as NorMuon stores per matrix), and their place in the buffer of an exchange.
+    """State values of one matrix, for example NorMuon's second moments, and their place in the buffer of an exchange.
 
     Attributes:
-        param, number: Index of the parameter, and index into its `Spec.kept`.
+        param, number: Index of the parameter, and index into the parameter's `Spec.kept`.
         tile: Location of the values in this rank's state tensor.
-        start, size: Place in the buffer, in elements of the buffer's dtype.
+        start, size: Offset and size in the buffer, in elements of the buffer's dtype.
     """
 
     param: int
@@ -82,7 +83,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         items: Indices of the matrices in the plan's items.
-        shape: (B, rows, cols).
+        shape: (number of matrices, rows, cols).
         start, stride: Matrix k of the batch begins at element start + k * stride of the buffer of batches.
     """
 
@@ -96,12 +97,14 @@ class Wire(NamedTuple):
     """One exchange, as seen by one rank.
 
     Attributes:
-        sent, came: Number of elements sent to each rank of the bucket, and received from each.
+        sent, came: For each rank of the bucket, the number of elements that are sent to this rank, and received from
+            it.
         tiles: Tiles of this rank's storage that are sent (gather) or received (scatter, relay).
         copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
             owns.
         passed: Copies from the scatter's receive buffer (`here`) to the relay's send buffer (`there`).
-        told, heard: State values per matrix, in the send buffer and in the receive buffer.
+        told, heard: State values of matrices that are sent (`told`) or received (`heard`), with their places in the
+            buffers.
     """
 
     sent: Ints
@@ -139,17 +142,18 @@ class Program:
         return sum(len(batch.items) for batch in self.batches)
 
 
-_Part = tuple[int, Tile, int]  # parameter, tile, index of a state tensor in `Spec.kept` (-1: the parameter itself)
+_Part = tuple[int, Tile, int]  # index of a parameter, tile, index of a state tensor in `Spec.kept` (-1: none)
 _Phase = Literal["scatter", "relay"]
-# (phase, True if sent or False if received, rank at the other end) -> parts of results that one rank sends or receives.
+# (phase, True for sending or False for receiving, rank at the other end) -> parts of results that a rank sends or
+# receives.
 _Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
 
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-    """Make the program of one rank for a bucket. `missing`: parameters that have no gradient in this step and are left
-    out."""
+    """Make the program of one rank for a bucket. `missing`: indices of parameters that are left out because they have
+    no gradient in this step."""
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-    numbers.sort(key=lambda n: _batch_key(plan, n))  # group equal shapes, so that their copies can be merged
+    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
     items = [plan.items[n] for n in numbers]
     batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
     own, ways = list[_Part](), _Ways(list)
@@ -166,8 +170,8 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
     def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-        """Make an exchange of results. `before`: tiles received in the previous exchange, some of which are passed on.
-        `kept`: include state values per matrix."""
+        """Make an exchange of results. `before`: tiles that the previous exchange received, some of which must be sent
+        on in this exchange. `kept`: True to include state values of matrices."""
         sent, out, told = _packed(ways, phase, True, bucket, kept)
         came, tiles, heard = _packed(ways, phase, False, bucket, kept)
         owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -175,7 +179,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
     back, scatter = wire("scatter", kept=False), wire("scatter")
-    # a matrix with one owner and several replicas needs a relay
+    # A relay is needed if a matrix has one owner and several replicas.
     relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
     return Program(
         bucket=bucket,
@@ -190,15 +194,15 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
-    """Sort key of a bucket's matrices. Matrices that can be orthogonalized in one batch are equal in all but the
-    number."""
+    """Return the sort key of one of a bucket's matrices. Matrices that can be orthogonalized in one batch have keys
+    that differ only in the last entry, the index of the matrix."""
     item = plan.items[number]
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:
-    """Place the matrices that this rank owns, sorted by `_batch_key`, in one buffer. Returns the batches, the offset of
-    each matrix, and the buffer's size in elements."""
+    """Assign places in one buffer to the matrices that this rank owns, which are sorted by `_batch_key`. Returns the
+    batches, the offset of each matrix, and the buffer's size in elements."""
     found, slots, end = list[_Batch](), dict[tuple[int, int], int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike, stride = tuple(group), aligned(rows * cols, itemsize)
@@ -211,12 +215,13 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:
     """Yield all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part). Parts
-    that an owner stores itself have the owner as sender and receiver. Parts that do not concern the rank may be yielded
-    as well."""
+    that an owner stores itself have the owner as sender and receiver. Some of the yielded parts can have other ranks as
+    sender and receiver; the caller skips these."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
-    if rank != item.owner_for(layout, rank):  # it relays results only to ranks that store its pieces
+    # A rank that is not the owner relays results only to ranks that store the same pieces.
+    if rank != item.owner_for(layout, rank):
         mates = (layout.keepers[tile.held.piece] for tile in tiles.get(rank, ()))
         holders = tiles.keys() & {rank}.union(*mates)
     for holder in holders:
@@ -227,7 +232,7 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
-            # a rank receives the state from the sender of its first tile, or from the owner if it stores no tile
+            # A rank receives the state from the rank that sends its first tile, or from the owner if it stores no tile.
             owner, stored = item.owner_for(layout, keeper), tiles.get(keeper, ())
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
@@ -239,9 +244,9 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
-    """Place the parts that a rank sends or receives in the buffer of an exchange: ordered by the rank at the other end,
-    with tiles before state values per matrix, which are left out unless `kept`. Returns the number of elements for each
-    rank, the tiles, and the state values."""
+    """Assign places in the buffer of an exchange to the parts that a rank sends or receives. Parts are ordered by the
+    rank at the other end; for each such rank, tiles come before state values. State values are left out unless `kept`.
+    Returns the number of elements for each rank, the tiles, and the state values."""
     at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
     for other in bucket.ranks:
         first = at
@@ -257,7 +262,7 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """Make the copies of received tiles to their places in the send buffer of the next exchange."""
+    """Make the copies that move received tiles to their places in the send buffer of the next exchange."""
     places = {(load.param, load.tile.key): load.place for load in came}
     found = ((to, places.get((to.param, to.tile.key))) for to in sent)
     return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
@@ -269,8 +274,8 @@ def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
 def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     """Merge copies into fewer copies with fewer dims.
 
-    Blocks of equal sizes and strides at equal distances on both sides become one block with an additional leading dim.
-    Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
+    Blocks of equal sizes and strides at equal distances in both buffers become one block with an additional leading
+    dim. Merging runs twice: first for the tiles of each sender, then across senders, each of which may send matrices of
     several shapes.
     """
     found = [_merged(copy) for copy in copies]
@@ -283,7 +288,7 @@ def _joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
 
 def _merged(copy: Copy) -> Copy:
-    """Simplify a copy: drop dims of size 1, and merge neighboring dims that are contiguous on both sides."""
+    """Simplify a copy: drop dims of size 1, and merge neighboring dims that are contiguous in both buffers."""
     dims: list[tuple[int, int, int]] = []
     for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
         if size == 1:
@@ -297,8 +302,8 @@ def _merged(copy: Copy) -> Copy:
 
 
 def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
-    """Merge runs of equally spaced copies; all copies have equal sizes and strides. Both offsets must increase within a
-    run, so that no stride of the merged copy is 0."""
+    """Merge runs of equally spaced copies. All copies have equal sizes and strides. Within a run, the offsets in both
+    buffers must increase, so that no stride of the merged copy is 0."""
     steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
     first = 0
     while first < len(alike):

@@ -1,7 +1,7 @@
 """Engines: one file per kind of parameter storage. An engine describes a tensor's placement and accesses its storage.
 
-A tensor that no engine recognizes is treated as a plain tensor. Engines for frameworks are defined and registered in
-the frameworks' folders.
+A tensor that no engine recognizes is treated as a plain tensor. An engine that belongs to a single framework is defined
+and registered in the folder of that framework.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ for builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
 
 
 def sharing(param: Tensor, group: Group) -> Engine:
-    """Return the engine of a parameter. For a plain tensor, the options of its parameter group decide. Other errors in
-    the parameter are not checked, so that the engine can still report which ranks share the parameter.
+    """Return the engine that handles a parameter's kind of storage. For a plain tensor, the engine depends on the
+    options of the parameter group. The function does not look for further errors in the parameter, so that the engine
+    of a faulty parameter can still report which ranks share the parameter.
 
     Raises:
-        ValueError: The engine cannot be determined; the message lacks the parameter's name.
+        ValueError: The engine cannot be determined. The message does not contain the parameter's name.
     """
     engine = engine_of(param)
     if type(engine) is Engine:
@@ -37,10 +38,12 @@ def sharing(param: Tensor, group: Group) -> Engine:
 
 
 def engine_for(param: Tensor, group: Group) -> Engine:
-    """Return the engine of a parameter after checking that the options of its parameter group fit the parameter.
+    """Return the engine that handles a parameter's kind of storage, after checking the attributes that describe a
+    tensor-parallel shard.
 
     Raises:
-        ValueError: The options do not fit; the message lacks the parameter's name.
+        ValueError: The engine cannot be determined, or the attributes are invalid. The message does not contain the
+            parameter's name.
     """
     engine = sharing(param, group)
     if isinstance(engine, TensorParallelEngine):

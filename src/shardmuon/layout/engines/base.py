@@ -1,6 +1,6 @@
-"""The engine interface: which ranks share a parameter, how it is placed, and how to access its storage.
+"""The engine interface: which ranks share a parameter, how the parameter is placed, and how its storage is accessed.
 
-The base class `Engine` handles plain tensors, which are stored whole. Other kinds of storage are subclasses.
+The base class `Engine` handles plain tensors, which are stored whole. Subclasses handle all other kinds of storage.
 """
 
 from __future__ import annotations
@@ -19,28 +19,32 @@ from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
-NONE, READY, MISPLACED = 0, 1, 2  # gradient states: missing; placed like the parameter; placed otherwise
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # texts for messages
+# States of a gradient: missing, placed like its parameter, placed unlike its parameter.
+NONE, READY, MISPLACED = 0, 1, 2
+# Descriptions of the three states for error messages.
+STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
-Group = Mapping[str, Any]  # one of an optimizer's parameter groups
-Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> its pieces
+Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
+Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape of a tensor, and rank -> pieces that it stores
 
-# for messages: how users get the process group of AutoTP, DeepSpeed's tensor parallelism
+# Part of error messages that explains how to get the process group of AutoTP, DeepSpeed's tensor parallelism.
 AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
 
 
 def name_of(group: Group, index: int, position: int) -> str:
-    """Return the user's name of a parameter, or text with its position and group index if the user gave no name."""
+    """Return the name that the user gave to a parameter, or a text with the parameter's position and group index if
+    there is no such name."""
     names = names_of(group)
     return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
 def names_of(group: Group) -> Sequence[str]:
-    """Return the user's names of a group's parameters. Empty if there are not as many names as parameters:
-    ZeroRedundancyOptimizer keeps all names in groups that hold only one rank's parameters."""
+    """Return the names that the user gave to a group's parameters. The result is empty if the numbers of names and
+    parameters differ, as in ZeroRedundancyOptimizer, which keeps all names in groups that hold only one rank's
+    parameters."""
     names = group.get("param_names") or ()
     return names if len(names) == len(group["params"]) else ()
 
@@ -50,17 +54,19 @@ def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
     return [(name_of(group, index, position), param) for position, param in enumerate(group["params"])]
 
 
-Grid = tuple[Ranks, ...]  # ranks that share a tensor; for each replica: those that store its parts, in part order
+Grid = tuple[Ranks, ...]  # ranks that share a tensor: one row per replica, one column per part
 
 
 class Ties(NamedTuple):
-    """The ranks with which one rank shares a tensor, as far as that rank knows: its own row and column of the grid of
-    ranks. The rest of the grid follows from what the other ranks report.
+    """The ranks with which one rank shares a tensor, as far as that rank knows: its own row (a replica) and column (a
+    part) in the grid of all ranks that share the tensor. The rest of the grid follows from the reports of the other
+    ranks.
 
     Attributes:
         parts: Ranks that store the parts of this rank's replica, in part order; only this rank if the tensor is
             not cut.
-        mates: Ranks that store the same part as this rank, ascending. They replicate the part or shard it further.
+        mates: Ranks that store the same part as this rank, in ascending order. These ranks replicate the part or divide
+            it further.
     """
 
     parts: Ranks
@@ -68,7 +74,8 @@ class Ties(NamedTuple):
 
     @property
     def sets(self) -> tuple[Ranks, ...]:
-        """The two sets of ranks, each ascending; a single set if they are equal."""
+        """The ranks in `parts` and the ranks in `mates`, each in ascending order. Only one of the two if they are
+        equal."""
         return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
 
 
@@ -85,15 +92,15 @@ class Extent(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One rank's description of a tensor. Plain data.
+    """One rank's description of a tensor, as plain data that the rank can send.
 
     Attributes:
         form: Description of the tensor's layout. If ranks that share the tensor have different forms, all of them raise
             an error.
-        text: The form in words, for messages.
+        text: Description of the form in words, for error messages.
         extent: This rank's storage, which other ranks do not know.
         empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store nothing of the tensor, so
-            that a rank may lack a gradient while other ranks have one.
+            that a rank can lack a gradient while other ranks have gradients.
         uncounted: Reason why a gradient norm over ranks would count the tensor several times even though its layout is
             known; None if there is no such reason.
     """
@@ -106,20 +113,22 @@ class Claim(NamedTuple):
 
 
 class Engine:
-    """Access to one kind of parameter storage. Stateless: an engine describes tensors and makes no decisions.
+    """Access to one kind of parameter storage. Engines are stateless: they describe tensors and make no decisions.
 
-    Messages of errors (ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
-    Users see errors of `claim` as "rank R: NAME: ...", and errors of `stored` as "NAME: ranks .. store shapes ..: ...".
+    The messages of errors (ValueError) must not contain the parameter's name, ranks or shapes, because callers add
+    these. Users see errors of `claim` as "rank R: NAME: ...", and errors of `stored` as "NAME: ranks .. store shapes
+    ..: ...".
 
     The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
-    has it, which is right both for DDP and for experts that differ by rank. With a process group, its ranks are assumed
-    to hold replicas (which is checked when a plan is made) and share the work.
+    has it, which is right both for DDP and for experts that differ by rank. With a process group, the ranks of the
+    group are assumed to hold replicas and share the work. When a plan is made, the replicas are compared.
 
     Attributes:
         believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
-            stack (`kept_zeros`) is then placed like the stack, and the form of claims is (shape, *`OnMesh`).
+            stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and the fields of
+            `OnMesh`.
         plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
-            to split and join them.
+            to split tensors into shards and to join shards.
     """
 
     believes_placements = False
@@ -132,20 +141,20 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- placement
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        """Return the ranks that share the tensor. This method reads nothing else, so that errors in other attributes
-        can still be sent to these ranks.
+        """Return the ranks that share the tensor. This method reads only what identifies these ranks, so that an error
+        in any other attribute can still be sent to them.
 
-        If each rank stores one part, in rank order, return `Ties(<ranks in order of parts>, (my_rank(),))`; if a
-        `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. If a
-        group cuts the tensor at arbitrary elements, and each rank's claim gives the position of its part, return
-        `Ties((my_rank(),), <ranks of the group>)`. If ranks name different groups, some of them wait until the
-        time-out, since no single rank can detect the difference.
+        A subclass whose ranks each store one part returns `Ties(<ranks in order of parts>, (my_rank(),))`; if a
+        `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. A
+        subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim gives the position of its
+        part, returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor,
+        some of them wait until the time-out, since no rank can detect the difference alone.
         """
         return Ties((my_rank(),), _mates_of(group))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        """Describe the tensor's placement as far as this rank knows it. If this method raises an error, all ranks that
-        share the tensor raise it."""
+        """Describe the tensor's placement as far as this rank knows it. If this method raises an error on one rank, all
+        ranks that share the tensor raise the same error."""
         if is_marked(param):
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
@@ -158,58 +167,62 @@ class Engine:
         return Claim((shape,), text, Extent(shape))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        """Compute the tensor's global shape and the pieces that each rank stores. A pure function: equal claims give
-        equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
+        """Compute the tensor's global shape and the pieces that each rank stores. This is a pure function: equal claims
+        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
 
-        If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: it starts at index `offset`
-        of the tensor and at index `local` of the storage, which may have any strides. If the storage is 1-D, a piece is
-        a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores nothing is listed with an
-        empty tuple.
+        If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
+        `offset` of the tensor and at index `local` of the storage. The strides of the storage are arbitrary. If the
+        storage is 1-D, a piece is a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores
+        nothing is listed with an empty tuple.
 
         Args:
-            form: Form of the ranks' claims, equal on all ranks.
-            extents: Rank -> its local storage, from its claim, for all ranks of the grid.
-            grid: Ranks that share the tensor, by replica and part.
+            form: The claims' field `form`, which is equal on all ranks.
+            extents: Rank -> the field `extent` of the rank's claim, for all ranks of the grid.
+            grid: Ranks that share the tensor: one row per replica, one column per part.
 
         Raises:
-            ValueError: The claims do not fit together.
+            ValueError: The claims of different ranks contradict each other.
         """
         shape = extents[grid[0][0]].shape
         return shape, dict.fromkeys(extents, (Held.whole(shape),))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
-        """List the process groups in the options of the parameter's group, as groups, references or None. Subclasses
-        add process groups from the parameter's own attributes."""
+        """List the process groups in the options of the parameter's group, each as a process group, a `GroupRef` or
+        None. Subclasses add process groups from the parameter's own attributes."""
         return [GroupRef.of(group.get("process_group")), GroupRef.of(group.get("tp_group"), "tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
-        """Return the parameter's global logical shape. Must not raise an error: `Muon(...)` calls this method on each
-        rank separately, and an error on a single rank would leave the other ranks waiting in their first step. Checks
-        that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
+        """Return the parameter's global logical shape. This method must not raise an error: `Muon(...)` calls this
+        method on each rank separately, and an error on a single rank would leave the other ranks waiting in their first
+        step. Checks that can fail on a single rank belong in `claim`, whose errors all ranks raise."""
         return tuple(param.shape)
 
     def remember(self, param: Tensor, shape: Ints) -> None:
-        """Note the global shape on the parameter, now that ranks have told it, if a rank alone cannot find it."""
+        """Store the global shape, which the ranks have determined together, as an attribute of the parameter. Only
+        engines that cannot find the global shape on a single rank override this method."""
 
     def signature(self, param: Tensor) -> object:
         """Return a value that changes whenever the parameter's layout, communication dtype or device may have changed.
-        Each step compares it, so it must be cheap; a change makes the plan invalid. It lives as long as the plan, so it
-        holds a `GroupRef` instead of a process group."""
+        Each step computes this value and compares it with the plan's value, so the computation must be cheap; a change
+        makes the plan invalid. The plan's value exists as long as the plan, so the value must contain a `GroupRef`
+        instead of a process group."""
         return _SIGNATURE(param)
 
     # ----------------------------------------------------------------------------------------------- local storage
 
     def storage(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a parameter, gradient or state tensor. It shares memory with the tensor."""
+        """Return this rank's part of a parameter, gradient or state tensor. The result shares memory with the
+        tensor."""
         return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
     def storages(
         self, params: Sequence[Any], grads: Sequence[Any], *states: Sequence[Any]
     ) -> Sequence[Sequence[Tensor]] | None:
         """Fast path for steps (under no_grad): return the local storages of parameters, of their gradients and of each
-        kind of state tensor, after a quick check that all are placed alike, that each kind has a single dtype, and that
-        parameters and state are writable. Returns None if the check fails. The caller then checks tensors one by one
-        (`is_aligned`) and either raises a precise error or finds that nothing is wrong."""
+        kind of state tensor, after a quick check that gradients and state are placed like the parameters, that each
+        kind of tensor has a single dtype, and that parameters and state are writable. Returns None if the check fails.
+        The caller then checks tensors one by one (`is_aligned`) and either raises a precise error or finds that nothing
+        is wrong."""
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
         for column in (grads, *states):
             if set(map(type, column)) != {Tensor} or set(map(_LAYOUT, column)) != {torch.strided}:
@@ -227,15 +240,17 @@ class Engine:
         return None if any(map(Tensor.is_inference, itertools.chain(*states))) else (params, grads, *states)
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
-        """Wrap local storage into a state tensor of the parameter's type and placement, on the storage's device (the
-        inverse of `storage`). `shape`: global shape of the state tensor; None: the parameter's shape."""
+        """Wrap local storage in a state tensor that has the parameter's type and placement, and remains on the
+        storage's device. This method is the inverse of `storage`. `shape`: global shape of the state tensor; None: the
+        parameter's shape."""
         return storage
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
         """True if the storages of gradient and parameter correspond element by element.
 
         Raises:
-            ValueError: The storages do not correspond, and `align` cannot fix this. The message names both placements.
+            ValueError: The storages do not correspond, and `align` cannot make them correspond. The message contains
+                both placements.
         """
         if grad.shape != param.shape or is_dtensor(grad):
             kind = "DTensor" if is_dtensor(grad) else "tensor"
@@ -245,25 +260,26 @@ class Engine:
         return True
 
     def align(self, grad: Tensor, param: Tensor) -> Tensor:
-        """Redistribute the gradient to the parameter's placement. Collective on the parameter's mesh."""
+        """Redistribute the gradient to the parameter's placement. All ranks of the parameter's mesh must call this
+        method."""
         raise AssertionError("is_aligned() refuses what would need alignment")
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if the parameter's `grad` is None only because this rank stores nothing of the parameter. Called only if
-        other parameters of this engine have gradients."""
+        """True if the parameter's `grad` is None only because this rank stores nothing of the parameter. The method is
+        called only if other parameters of this engine have gradients."""
         return False
 
     # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's
-        device. `shape`: its global shape, (stacked matrices or 1, values per row). `stacked`: True if the parameter is
-        a stack."""
+        device. `shape`: global shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`:
+        True if the parameter is a stack."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
-        """Return this rank's part of a state tensor that `kept_zeros` made, or an error text if the tensor is
-        invalid."""
+        """Return this rank's part of a state tensor that `kept_zeros` has made or a checkpoint has restored, or an
+        error text if the tensor is invalid."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):
@@ -272,18 +288,20 @@ class Engine:
 
 
 _PLAIN = Engine()
-_ENGINES = [_PLAIN]  # tried in order; the last one recognizes every tensor
+_ENGINES = [_PLAIN]  # tried in this order; the last engine recognizes every tensor
 
 
 def register(engine: Engine) -> None:
-    """Register an engine, to be tried before all others. It must recognize only its own tensors."""
+    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only
+    tensors of its own kind."""
     _ENGINES.insert(0, engine)
 
 
 def engine_of(param: Tensor) -> Engine:
     """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
     `engine_for` instead, which also reads the options of the parameter group."""
-    # a plain tensor without attributes, which frameworks set on tensors that they own, is no engine's
+    # Skip the search for a plain tensor without attributes: engines recognize plain tensors by attributes that
+    # frameworks set.
     if type(param) not in (Tensor, torch.nn.Parameter) or param.__dict__:
         for engine in _ENGINES:
             if engine.recognizes(param):
@@ -299,7 +317,7 @@ def is_marked(param: Tensor) -> bool:
 
 
 def _mates_of(group: Group) -> Ranks:
-    """Return the ranks, ascending, that hold replicas of a group's plain tensors. Without a process group, this is only
-    this rank."""
+    """Return, in ascending order, the ranks that hold replicas of a parameter group's plain tensors: the ranks of its
+    process group, or only this rank if it has none."""
     found = GroupRef.of(group.get("process_group"))
     return (my_rank(),) if found is None or not found.ranks else tuple(sorted(found.ranks))

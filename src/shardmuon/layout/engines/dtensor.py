@@ -1,9 +1,9 @@
-"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any combination of them.
+"""Engine for DTensors, which FSDP2, HSDP, tensor parallelism, expert parallelism and combinations of these create.
 
 All private DTensor names that a step needs (`_local_tensor`, `_spec`, `DTensorSpec`) are used only in this file, as
-defined in torch 2.11 to 2.13. They are used for speed: reading a public property takes five times as long on a DTensor
-as on a plain tensor. torch.distributed.tensor takes longer to import than torch itself, so it is imported only when the
-first DTensor appears.
+defined in torch 2.11 to 2.13. This file uses private names for speed: reading a public property takes five times as
+long on a DTensor as on a plain tensor. torch.distributed.tensor takes longer to import than torch itself, so it is
+imported only when the first DTensor appears.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PLACED = attrgetter("shape", "_spec.mesh", "_spec.placements")
 
 
 class DTensorEngine(Engine):
-    """Engine for DTensors, whose mesh and placements determine what each rank stores. Raises an error if local tensors
-    do not match the placements."""
+    """Engine for DTensors, whose mesh and placements determine what each rank stores. The engine raises an error if the
+    local tensors do not match the placements."""
 
     believes_placements = True
 
@@ -74,7 +74,7 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # not `to_local`, which makes a view of a Parameter
+        local: Tensor = tensor._local_tensor  # `to_local` would create a view of a Parameter
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(
@@ -132,13 +132,15 @@ class DTensorEngine(Engine):
         return super().kept_storage(value._local_tensor, param, expected, stacked=stacked)
 
     def _of_kept(self, param: Any, shape: Ints, stacked: bool) -> tuple[Ints, tuple[Placement, ...]]:
-        """Compute the local shape and the placements of a state tensor with values per matrix of a parameter. Mesh axes
-        that shard dim 0 of a stack also shard the state tensor; other axes replicate the state tensor."""
+        """Compute the local shape and the placements of a state tensor that contains values for each matrix of a
+        parameter. Mesh axes that shard dim 0 of a stack also shard the state tensor; other axes replicate the state
+        tensor."""
         from torch.distributed.tensor import Replicate
 
         cuts = [stacked and self.believes_placements and getattr(p, "dim", None) == 0 for p in param.placements]
         placements = tuple(p if cut else Replicate() for p, cut in zip(param.placements, cuts, strict=True))
-        # compute the number of rows from the placements: FSDP2 stores (0, 0) for an empty shard, whatever its rows
+        # The number of rows is computed from the placements, because FSDP2 stores an empty shard with shape (0, 0) even
+        # if the shard has rows.
         return _implied(shape, param.device_mesh, placements) if any(cuts) else shape, placements
 
 
@@ -160,23 +162,25 @@ def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
 
 
 def placed(tensor: DTensor) -> str:
-    """Describe a DTensor's placements and mesh, for messages."""
+    """Format a DTensor's placements and mesh for error messages."""
     mesh = tensor.device_mesh
     axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
     return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
 
 
 def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]:
-    """Convert DTensor placements to plain data.
+    """Convert DTensor placements to one entry for each mesh axis: a `Shard`, or None if the axis replicates the tensor.
 
     Raises:
-        ValueError: A placement is neither Shard nor Replicate. It may be Partial, which cannot store a weight.
+        ValueError: A placement is neither Shard nor Replicate (for example Partial, with which a rank stores only a
+            summand of each element).
     """
     from torch.distributed.tensor import Replicate, Shard
 
     found: list[meshes.Shard | None] = []
     for placement in placements:
-        if isinstance(placement, strided_shard()):  # checked before Shard, its base class in older torch
+        # This check precedes the check for Shard, the base class of strided shards in older versions of torch.
+        if isinstance(placement, strided_shard()):
             found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             found.append(meshes.Shard(placement.dim))
@@ -190,5 +194,5 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
-    """Compute the shape of this rank's local part of a tensor with this global shape and these placements."""
+    """Compute the shape of this rank's local part of a tensor with the given global shape and placements."""
     return meshes.read_at(shape, tuple(mesh.shape), _cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]

@@ -1,8 +1,9 @@
-"""1-D shards that cut a matrix at arbitrary elements: ZeRO's partitions and Megatron's distributed optimizer.
+"""Engine for 1-D shards that cut a matrix at arbitrary elements, as ZeRO's partitions and Megatron's distributed
+optimizer do.
 
 The code that creates a shard attaches a description to it (`FlatShard.mark`): which tensor the shard belongs to, and at
 which element it begins. When a plan is made, ranks exchange their element ranges, which must cover the tensor exactly
-once. A rank that stores nothing has an empty shard.
+once. A rank that stores no element of the tensor has an empty shard.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ class FlatShard:
     Attributes:
         shape: Shape of the whole tensor.
         start: Index of the first element in the flattened tensor, or in its flattened tensor-parallel shard.
-        group: Process group whose ranks share the tensor (or the tensor-parallel shard). Gradient norms count the part
-            of every rank in it, so frameworks that replicate parts must clip gradients themselves.
-        kind: Name of this kind of shard, for messages, in words that users know.
+        group: Process group whose ranks share the tensor (or the tensor-parallel shard). A gradient norm adds up the
+            parts of all ranks in this group, so a framework that replicates parts within the group must clip gradients
+            itself.
+        kind: Name of this kind of shard for error messages, in words that users know.
         tp_group: The tensor-parallel group, if there is one. `group` then consists of ranks that have the same index in
             their tensor-parallel groups.
         cut: Cut of the tensor into equal parts over `tp_group`. None: every rank of `tp_group` has the whole tensor.
         home: Accelerator from which the shard was offloaded to the CPU; None: the shard is not offloaded.
-        copies: True if there is no tensor parallelism, and the ranks of `tp_group` store replicas of this shard
-            (FSDP1's HYBRID_SHARD).
+        copies: True if the ranks of `tp_group` store replicas of this shard (FSDP1's HYBRID_SHARD) instead of being a
+            tensor-parallel group.
 
     Raises:
-        ValueError: Flat ranges are not supported for this cut.
+        ValueError: The cut does not give equal parts, or ranges of flattened elements are not supported for it.
     """
 
     shape: Ints
@@ -67,7 +69,7 @@ class FlatShard:
             )
 
     def mark(self, tensor: Tensor) -> Tensor:
-        """Mark a 1-D tensor as this shard. Returns the tensor."""
+        """Attach this description to a 1-D tensor, and return the tensor."""
         tensor._shardmuon_flat = self  # type: ignore[attr-defined]
         tensor._shardmuon_home = self.home  # type: ignore[attr-defined]
         return tensor

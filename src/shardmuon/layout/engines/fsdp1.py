@@ -1,15 +1,17 @@
-"""FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`): flat parameters, cut at arbitrary elements.
+"""Engine for FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`), which cuts flat parameters at arbitrary
+elements.
 
-Original parameters are inspected in their current state, no matter when the optimizer was made. All private names of
-torch's FSDP1 that this package reads are in this file, as defined in torch 2.13.
+The engine inspects parameters in their current state, regardless of when the optimizer was made. All private names of
+torch's FSDP1 that this package reads are used only in this file, as defined in torch 2.13.
 
 [Note: what FSDP1 keeps]
     A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and stores an equal
-    part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of forward
-    and backward, each is a 1-D view of this rank's elements, or empty. The assignment of elements to ranks never
-    changes once the unit is made. With NO_SHARD, every rank stores the whole flat parameter, and original parameters
-    keep their shapes. With `use_orig_params=False`, the flat parameter replaces the original ones. It mixes matrices
-    and vectors, so this package rejects it with an error.
+    part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of the
+    forward and backward passes, each original parameter is a 1-D view of the elements that this rank stores, or empty
+    if this rank stores none. The assignment of elements to ranks never changes once the unit is made. With NO_SHARD,
+    every rank stores the whole flat parameter, and original parameters keep their shapes. With `use_orig_params=False`,
+    the flat parameter replaces the original ones. Because a flat parameter mixes matrices and vectors, this package
+    rejects it with an error.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class UnitPlace(NamedTuple):
         number: Index of the parameter in the unit's flat parameter.
         info: Description of this rank's shard of the parameter.
         numel: Number of elements of the parameter stored on this rank.
-        fault: Reason why the shard is not a range of the parameter's elements in row-major order; None if it is.
+        fault: Reason why the shard is not a range of the parameter's elements in row-major order; None if the shard is
+            such a range.
         is_sharded: True if the unit shards its parameters, False for NO_SHARD.
     """
 
@@ -55,35 +58,38 @@ class UnitPlace(NamedTuple):
 
     @staticmethod
     def of(param: Tensor) -> UnitPlace | None:
-        """Find a parameter's location in the FSDP1 units. None: FSDP1 does not manage it, or its model is not found."""
+        """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
+        parameter's model cannot be found."""
         if not is_flattened(param):
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
             _PLACES.pop(param, None)
-            UnitPlace.learn(gc.get_objects())  # search all objects, since a parameter has no reference to its unit
+            # A parameter has no reference to its unit, so all Python objects are searched.
+            UnitPlace.learn(gc.get_objects())
             found = _PLACES.get(param)
         return found
 
     @staticmethod
     def learn(objects: Iterable[Any]) -> None:
-        """Find the FSDP1 units among these objects, and record the location of each of their parameters. Units whose
+        """Find the FSDP1 units among `objects`, and record the location of every parameter of these units. Units whose
         process group has been destroyed are skipped."""
         module: Any = sys.modules.get("torch.distributed.fsdp")
         kind = None if module is None else module.FullyShardedDataParallel
         for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-            handle: Any = getattr(unit, "_handle", None)  # None: no own parameters, or not yet built
+            # The attribute is missing or None if the unit has no parameters of its own, or is not built yet.
+            handle: Any = getattr(unit, "_handle", None)
             if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
                 _note(unit, handle, handle.flat_param)
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> UnitPlace
+_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> the parameter's location in an FSDP1 unit
 
 
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     is_sharded = bool(handle.uses_sharded_strategy)
     group = GroupRef.of(handle.process_group)
-    # with HYBRID_SHARD, the group of ranks that store replicas of this rank's shard
+    # With HYBRID_SHARD, this is the group of ranks that store replicas of this rank's shard.
     copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
@@ -99,7 +105,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """True if the tensor is part of an FSDP1 flat parameter, or is one itself."""
+    """True if the tensor is part of an FSDP1 flat parameter, or is a flat parameter itself."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
@@ -115,7 +121,7 @@ def _found(param: Tensor) -> UnitPlace:
 
 
 def refuse_flat(param: Tensor) -> None:
-    """Raise ValueError (without the parameter's name) for an FSDP1 flat parameter."""
+    """Raise ValueError if the tensor is an FSDP1 flat parameter. The message does not contain the parameter's name."""
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
             "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
@@ -134,7 +140,8 @@ class FSDP1Engine(FlatEngine):
 
     def recognizes(self, param: Tensor) -> bool:
         place = UnitPlace.of(param)
-        return is_flattened(param) if place is None else place.is_sharded  # NO_SHARD leaves a plain tensor
+        # With NO_SHARD, the parameter is a plain tensor, which the base engine handles.
+        return is_flattened(param) if place is None else place.is_sharded
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

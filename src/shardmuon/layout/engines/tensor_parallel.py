@@ -1,13 +1,14 @@
-"""Plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
+"""Engine for plain tensors that are tensor-parallel shards, as in the layers of TransformerEngine and Megatron.
 
-A tensor does not record the ranks that share it, so the user passes them (`tp_group`). Attributes of the tensor
-(`tensor_model_parallel`, `partition_dim`, `partition_stride`) give the dim that is cut. The global size of this dim is
-the sum of the shards' sizes, which ranks exchange.
+A tensor does not record the ranks that share it, so the user passes them as a process group (`tp_group`). Attributes of
+the tensor (`tensor_model_parallel`, `partition_dim`, `partition_stride`) state whether the tensor is cut, and along
+which dim. The global size of this dim is the sum of the shards' sizes, which the ranks send to each other.
 
 [Note: global shape]
     A rank sees only its own shard. Once ranks have exchanged their shapes to make a layout table, the global shape is
-    stored as an attribute of the parameter, together with the shard's signature (local shape, dtype, device, cut). The
-    attribute is ignored if the signature changes. Without it, all shards are assumed to have equal shapes.
+    stored as an attribute of the parameter, together with the shard's signature (local shape, dtype, device, cut). If
+    the signature has changed since then, the attribute is ignored. As long as there is no valid attribute, all shards
+    are assumed to have equal shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shardmuon.layout.views import Ints
 
 @dataclass(frozen=True)
 class TensorParallelEngine(Engine):
-    """Engine for plain tensors of a parameter group with a `tp_group`: a shard or a replica on each rank of `tp_group`.
+    """Engine for plain tensors of a parameter group with a `tp_group`. Each rank of `tp_group` stores either a shard or
+    a replica of the tensor.
 
     Attributes:
         shards: The tensor-parallel group.
@@ -38,8 +40,8 @@ class TensorParallelEngine(Engine):
     shards: GroupRef
 
     def cut(self, param: Tensor) -> Cut | None:
-        """Read the dim and stride along which the group cuts the tensor from its attributes; None if every rank has the
-        whole tensor.
+        """Read from the tensor's attributes how the tensor-parallel group cuts the tensor: along which dim, and with
+        which stride. Return None if every rank has the whole tensor.
 
         Raises:
             ValueError: The tensor's attributes name an invalid dim or stride.
@@ -86,8 +88,8 @@ class TensorParallelEngine(Engine):
         return Engine.signature(self, param), self.shards, self.cut(param)
 
     def knows_shape(self, param: Tensor) -> bool:
-        """True if the global shape is known. False if `shape` can only assume that all shards have equal shapes
-        ([Note: global shape])."""
+        """True if the global shape is known. False if `shape` can only assume equal shapes of all shards ([Note: global
+        shape])."""
         return self.cut(param) is None or self._known(param) is not None
 
     def shape(self, param: Tensor) -> Ints:
@@ -105,18 +107,19 @@ class TensorParallelEngine(Engine):
 
 
 def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
-    """Copy `numbers` with `value` at position `dim`."""
+    """Return a copy of `numbers` in which the entry at position `dim` is `value`."""
     return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
     """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer. The
-    optimizer's groups are for dense parameters, and experts need other groups.
+    optimizer's groups are intended for dense parameters; experts need groups of their own.
 
     Args:
         param: The parameter.
-        group: Options of its parameter group.
-        inherited: Options among tp_group and process_group that the parameter group inherits from the optimizer.
+        group: Options of the parameter's group.
+        inherited: Names of the options that the parameter group inherits from the optimizer, out of "tp_group" and
+            "process_group".
 
     Raises:
         ValueError: An expert's parameter would inherit a nonempty process group.
