@@ -316,9 +316,9 @@ class _BatchStages:
 
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
         """True if the orthogonalization is allowed to overwrite its input, whose dtype is `fed`. The result then has
-        this dtype. If overwriting is not allowed, the result has the dtype of the matrix products. Stages after the
-        orthogonalization need a dtype that does not depend on the size of the batch, since batches differ between
-        layouts.
+        this dtype. If overwriting is not allowed, the result of a batch of one matrix, at least, has the dtype of the
+        matrix products. Stages after the orthogonalization need a dtype that does not depend on the size of the batch,
+        since batches differ between layouts.
         """
         return fed == products or not self._after
 

@@ -1,19 +1,19 @@
-"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
+"""Execution of stages on weights, which rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
 
-Such a stage gets the norms of all whole matrices from one sum over ranks, and multiplies each matrix by a factor. A
-`WeightSet` computes this rank's part of the sums; `begin_weights` and `finish_weights` sum over ranks and pass the
-results back to the `WeightSet`.
+A stage on weights gets the norm of each whole matrix and multiplies the matrix by a factor. A `WeightSet` computes this
+rank's part of the squared norms. `begin_weights` and `finish_weights` sum these parts over ranks, and pass the sums to
+the `WeightSet`.
 
 [Note: norms of whole matrices]
     The elements of a shard are squared and summed in fp64, by the first of the ranks that store it. The ranks that
     share a parameter add up their sums, and the square root is rounded to fp32. With another sharding, the order of
     additions differs, which changes the fp64 sums by a relative error of about 1e-16. The fp32 norm changes only if the
-    fp64 value is that close to the midpoint of two fp32 numbers, as happens for about one norm in 25 million. Gradient
-    norms are computed in the same way (gradients/clip.py).
+    fp64 value is that close to the midpoint of two fp32 numbers, which happens for about one norm in 25 million.
+    Gradient norms are computed in the same way (gradients/clip.py).
 
 [Note: matrices of zeros]
-    Matrices of zeros are found when norms are first computed, and reported once, by name. The CPU never waits for the
-    device: the result is copied asynchronously, and a later step issues the warning.
+    Matrices of zeros are found when norms are first computed. One warning names them. The CPU does not wait for the
+    device to find them: the result is copied asynchronously, and a later step issues the warning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # elements summed at a time; CPUs copy them to fp64 first, and this many fit in the cache
+_PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copies fit in the cache
 
 
 class WeightSet:
@@ -60,8 +60,8 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # name of each matrix
-        # for each tile and each norm that this rank stores: index of its matrix; for each tile: True if this rank sums
-        # it
+        # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
+        # rank sums the tile's squares
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
@@ -81,8 +81,8 @@ class WeightSet:
 
     @classmethod
     def of_rank(cls, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-        """Make the weight sets of a rank. All ranks process their sets in this order, which depends only on the content
-        of the sets.
+        """Make the weight sets of a rank. The order of the sets depends only on their contents, so all ranks process
+        the sets that they share in the same order.
 
         Args:
             plan: The plan.
@@ -118,7 +118,7 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
-        """Store norms that are not known yet, and queue a check for matrices of zeros. Called before the update."""
+        """Store norms that are still unknown, and queue a check for matrices of zeros. Called before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         if self._rank == self.ranks[0]:  # only one rank warns
@@ -172,13 +172,14 @@ def _on_weights(stages: Stages) -> WeightStage:
 
 
 class ZeroWatch:
-    """Watch for matrices whose norm is 0 when it is first computed. Each optimizer has one watch."""
+    """Queue of checks for matrices whose norm is 0 when it is first computed. Each optimizer has one `ZeroWatch`."""
 
     def __init__(self) -> None:
         self.coming = Coming[Sequence[str]]()  # names of matrices, and a mask of the zero ones
 
     def report(self) -> None:
-        """Warn about matrices of zeros, as far as results have arrived from the device."""
+        """Warn about matrices of zeros, without waiting for checks whose results have not yet arrived from the
+        device."""
         found = [
             name for names, zero in self.coming.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero
         ]
@@ -192,8 +193,8 @@ class ZeroWatch:
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
-    """Prepare the stages on weights before the update, for parameters with new norms. Collective over the ranks of each
-    set.
+    """Prepare the stages on weights before the update, for parameters with new norms. Collective among the ranks of
+    each set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -204,7 +205,7 @@ def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch
 
 
 def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> None:
-    """Run the stages on weights after the update. Collective over the ranks of each set.
+    """Run the stages on weights after the update. Collective among the ranks of each set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -215,8 +216,8 @@ def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> N
 
 
 def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
-    """Return a context that converts errors to an ExchangeError that names the set. If the set has only one rank,
-    errors stay unchanged."""
+    """Return a context manager that converts any error to an ExchangeError that names the set. If the set has only one
+    rank, errors stay unchanged."""
     return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
 
 
