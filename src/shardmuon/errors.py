@@ -52,8 +52,8 @@ class Refused(ValueError):
         self.cause = cause
 
     def public(self) -> BaseException:
-        """Return the exception to raise to the user: a ValueError, or this rank's own interrupt or out-of-memory
-        error."""
+        """Return the exception that users see: this rank's own interrupt or out-of-memory error, or a ValueError in all
+        other cases."""
         if self.cause is not None and stays_itself(self.cause):
             return self.cause
         error = ValueError(str(self))

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
 
-Stepped = Any  # stands for `shardmuon.muon.Core`, since importing it here would be circular
+Stepped = Any  # stands for `shardmuon.muon.Core`; an import would be circular
 
 
 class Weight(NamedTuple):

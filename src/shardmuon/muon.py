@@ -111,7 +111,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # default: a keeper made from `config`
+        keeper: Keeper | None = None,  # None: make a keeper from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -735,7 +735,7 @@ class Muon(Core, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
         the value in this optimizer's group is kept."""
-        mine = self.__dict__.get("param_groups", [])  # empty while unpickling
+        mine = self.__dict__.get("param_groups", [])  # no groups exist yet while unpickling
         super().__setstate__(state)
         for index, group in enumerate(self.param_groups):
             group.update(loaded_over(mine[index] if index < len(mine) else {}, group))

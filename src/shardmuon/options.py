@@ -32,7 +32,7 @@ from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages
 
 # ------------------------------------------------------------------------------------------------ values
 
-Group = Mapping[str, Any]  # one of an optimizer's parameter groups
+Group = Mapping[str, Any]  # a parameter group of an optimizer
 _FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
 
 

@@ -64,7 +64,7 @@ from shardmuon._torch import foreach_copy_, foreach_norm
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # (count, size or more)
+def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # returns shape (count, size plus padding)
     """Allocate uninitialized rows, with the dtype of `like` but at least fp32. Rows are padded so that each starts at a
     multiple of 64 bytes."""
     wide = torch.promote_types(like.dtype, torch.float32)
@@ -106,20 +106,20 @@ class Norms:
         self.means = means.square_().mul_(1 / self._side)
 
     @property
-    def whole(self) -> Tensor:  # (B, 1)
+    def whole(self) -> Tensor:  # returns shape (B, 1)
         """The Frobenius norm of each matrix (not squared)."""
         if self._whole is None:
             assert self.means is not None, "one of the two is known"
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (B, P) each, not negative -> (B, 1) each
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) -> tensors (B, 1)
         """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
-    def scale_(self, factor: Tensor) -> None:  # (B, 1) or (B, P)
+    def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
         """Update these norms for matrices that are multiplied by `factor`, which has one number per matrix or per
         line."""
         if self.means is not None:
@@ -146,7 +146,7 @@ def _line_norms(
     x: Tensor,  # (B, m, n), not written to
     dim: int,  # -1: norms of rows; -2: norms of columns
     out: Tensor | None = None,
-) -> Tensor:  # (B, m) or (B, n), at least fp32
+) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
     """Compute the Euclidean norms of rows or columns, accumulated in at least fp32.
 
     On CPUs, `vector_norm` along a dim whose elements are not adjacent in memory takes five to ten times as long as a
@@ -186,11 +186,12 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """Stage on the input of the orthogonalization, without state. It runs on whole matrices of one shape."""
+    """Stage that transforms the input of the orthogonalization, whole matrices of one shape. Such a stage has no
+    state."""
 
     def run_(
         self,
-        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere
+        x: Tensor,  # shape (1, rows, cols) on a CPU, (B, rows, cols) with aligned matrices on other devices
     ) -> None:
         """Transform the matrices in place, and scale each matrix to Frobenius norm 1, so that the orthogonalization
         does not normalize them again.
@@ -264,7 +265,7 @@ def scaled_(
         )
 
 
-def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # (B, 1) each
+def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # all three have shape (B, 1)
     """Divide numbers by norms. Quotients that are NaN or infinite, as for matrices of zeros or matrices with NaN or
     Inf, are replaced by 1."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
@@ -287,7 +288,7 @@ class WeightStage(Stage):
         self,
         norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices after the update, the same bits on every rank
         kept: Tensor,  # (N, 1), fp32: the stage's state, updated in place
-    ) -> Tensor:  # (N,), fp64
+    ) -> Tensor:  # returns one fp64 factor per matrix, (N,)
         """Compute the factor by which each matrix is multiplied; 1 leaves a matrix unchanged."""
         raise NotImplementedError
 
@@ -314,7 +315,7 @@ class MuonEq(BeforeStage):
 
     def run_(self, x: Tensor) -> None:
         if x.device.type == "cpu":  # fast path: saves 3% of a step at d=384 with fp32 products
-            norms = _line_norms(x, -1)  # (1, m)
+            norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
             if float(low) > _LOW and float(high) < _HIGH:  # False if any norm is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
@@ -322,7 +323,7 @@ class MuonEq(BeforeStage):
         _unit_anyway_(x)
 
 
-def _unit_anyway_(x: Tensor) -> None:  # (B, m, n)
+def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
     """Divide each row by its norm and by the square root of the number of nonzero rows, in place. Correct for values of
     any magnitude; does not synchronize with the device.
 
@@ -337,7 +338,7 @@ def _unit_anyway_(x: Tensor) -> None:  # (B, m, n)
     # order if memory is not aligned. The padding is uninitialized.
     count, rows = x.shape[:2]
     room = _aligned_rows(count, rows, x).unsqueeze(-1)
-    norms = room.narrow(1, 0, rows)  # (B, m, 1): 0 only for rows of zeros
+    norms = room.narrow(1, 0, rows)  # shape (B, m, 1); a norm is 0 only for a row of zeros
     _norms_into(norms, x, -1)
     # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
     # each nonzero row and 0 for each row of zeros, divided by `least`. The root is NaN if any norm is NaN.
@@ -348,8 +349,8 @@ def _unit_anyway_(x: Tensor) -> None:  # (B, m, n)
 
 
 def _norms_into(
-    out: Tensor,  # (B, m, 1) or (B, 1, 1), overwritten
-    x: Tensor,  # (B, m, n)
+    out: Tensor,  # shape (B, m, 1) or (B, 1, 1), overwritten
+    x: Tensor,  # B matrices, (B, m, n)
     dim: int,
 ) -> None:
     """Write the Euclidean norms of x along a dim to `out`, one matrix at a time."""
@@ -357,7 +358,7 @@ def _norms_into(
         torch.linalg.vector_norm(matrix, dim=dim, keepdim=True, dtype=out.dtype, out=found)
 
 
-def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; overwritten
+def _power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
     """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
     become the smallest normal number. Infinity and NaN become infinity. Dividing a row that contains infinity or NaN by
     the result therefore leaves a NaN in the row."""
@@ -490,8 +491,8 @@ def names_in(variant: str | None) -> tuple[str, ...]:
 
 
 def check_variant(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a group's variants cannot be combined with each other or with its weight decay. The message
-    does not name the group."""
+    """Raise ValueError if a group's variants cannot be combined with each other or with the group's weight decay. The
+    message does not name the group."""
     names = names_in(group.get("variant"))
     for name in names:
         if all(stage.decays for stage in VARIANTS[name]):

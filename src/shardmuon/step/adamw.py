@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
-    state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
+    state: MutableMapping[Tensor, dict[str, Any]],  # state of each parameter; missing entries are created
     engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> rows; None: not known
 ) -> None:
@@ -119,7 +119,7 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg, exp_avg_sq
+_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg and exp_avg_sq of a parameter
 _Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and the step count
 
 

@@ -294,8 +294,8 @@ def fingerprint(storage: Tensor) -> int:
     # `cat` pads to whole words and copies to aligned memory, which the view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs: temporaries stay in the cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs, so that chunks stay in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        total += mix_(places, part).sum()  # wraps around modulo 2**64
+        total += mix_(places, part).sum()  # int64 sums wrap around modulo 2**64
     return int(total.item())

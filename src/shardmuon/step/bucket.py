@@ -30,12 +30,12 @@ from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, number of elements to each rank, from each rank)
+_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, numbers of elements to send, to receive)
 
 
 class Bound:
-    """The program of one bucket (this rank's copies and exchanges) with the tiles that it reads and writes. A tile is a
-    part of a matrix in this rank's local storage. Cached between steps; holds no tensor.
+    """The program of one bucket (this rank's copies and exchanges), with the tiles that the program reads and writes. A
+    tile is a part of a matrix in this rank's local storage. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: The plan.
@@ -97,7 +97,7 @@ class Bound:
         named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
-    def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
+    def buffer(self, splits: Sequence[int]) -> Tensor:  # returns a 1-D tensor
         """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
@@ -200,7 +200,7 @@ class Buckets:
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(start, group, traffic))
                     traffic.orthogonalized += bound.num_owned
-                next(runs[i], None)  # None: a generator ends without yielding in its last turn
+                next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
             except ExchangeError:
                 raise
             except Exception as error:
@@ -223,8 +223,8 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    came: Tensor | None = None,  # 1-D: receive buffer of the scatter, needed for the relay
-) -> Tensor:  # 1-D: send buffer of the scatter or the relay
+    came: Tensor | None = None,  # 1-D receive buffer of the scatter, needed only for the relay
+) -> Tensor:  # returns the 1-D send buffer of the scatter or the relay
     """Copy the results, and the state of the variant's stages, that this rank sends to other ranks into a new send
     buffer."""
     send = bound.buffer(wire.sent)
@@ -301,7 +301,7 @@ class _BatchStages:
     def before(
         self,
         products: torch.dtype | None,  # dtype of the matrix products; None: orthogonalize exactly as torch.optim.Muon
-    ) -> tuple[Tensor, bool]:  # the input of the orthogonalization, (B, rows, cols); True if its norms are 1
+    ) -> tuple[Tensor, bool]:  # input of the orthogonalization, (B, rows, cols); True if its matrices have norm 1
         """Run the stages that precede the orthogonalization. On a CPU, they process one matrix at a time. The stages
         change the batch in place, or an fp32 copy if the batch has a half-precision dtype and the matrix products have
         another dtype."""
@@ -322,7 +322,7 @@ class _BatchStages:
         """
         return fed == products or not self._after
 
-    def finish(self, out: Tensor) -> None:  # (B, rows, cols), may be overwritten
+    def finish(self, out: Tensor) -> None:  # `out`: results, (B, rows, cols); can be overwritten
         """Run the stages that follow the orthogonalization, write the results to the batch, and copy changed state back
         to the device on which it is stored."""
         if self._after:

@@ -39,7 +39,7 @@ def start_kept(
     return {key: engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked) for key, shape in missing.items()}
 
 
-CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
+CARRIED = "kept_state"  # key in a saved group: parameter name or position -> state key -> tensor
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -79,8 +79,8 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
 
 
 def with_carried(
-    entries: Mapping[Any, Any],  # saved state: a parameter's key -> its state
-    groups: Sequence[Mapping[str, Any]],  # saved groups
+    entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
+    groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
 ) -> Mapping[Any, Any]:
     """Copy a saved state, and add the stage state that the saved groups contain."""
     found = dict(entries)

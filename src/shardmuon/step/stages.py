@@ -41,8 +41,8 @@ _PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copie
 
 
 class WeightSet:
-    """Parameters that are shared by the same ranks and have the same stage on weights, with this rank's part in
-    computing the norms of their matrices. Cached between steps; holds no tensor.
+    """Parameters that are shared by the same ranks and have the same stage on weights. The class computes this rank's
+    part of the norms of their matrices. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: The plan.
@@ -102,7 +102,7 @@ class WeightSet:
     def __str__(self) -> str:
         return self._text
 
-    def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
+    def squares(self, work: Work) -> Tensor:  # returns one fp64 number per matrix
         """Compute this rank's part of the squared norm of each matrix."""
         parts: list[list[Tensor]] = [[] for _ in self._names]
         tiles = self._tiles.of(work.weights)
@@ -117,35 +117,35 @@ class WeightSet:
             norms = foreach_norm(torch.stack(norms).split([len(of_matrix) for of_matrix in parts]), 2)
         return torch.stack(norms).square_()
 
-    def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
+    def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
         """Store norms that are still unknown, and queue a check for matrices of zeros. Called before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        if self._rank == self.ranks[0]:  # only one rank warns
+        if self._rank == self.ranks[0]:  # one warning per set, from its first rank
             watch.coming.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
-    def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
+    def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
         """Multiply each matrix of weights by its factor. Called after the update."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
         tiles = self._tiles.of(work.weights)
-        # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round such a
-        # factor to the weight's dtype, so it gets one dim there.
+        # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round a 0-dim
+        # factor to the dtype of the weight, so the factor gets one dim on these devices.
         factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
         for dtype in {tile.dtype for tile in tiles}:
             numbers = (factor if dtype == torch.float64 else factor.float()).unbind(0)
             pairs = [(tile, numbers[at]) for tile, at in zip(tiles, self._tiles_at, strict=True) if tile.dtype == dtype]
             foreach_mul_([tile for tile, _ in pairs], [number for _, number in pairs])
 
-    def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
+    def _read(self, work: Work, device: torch.device) -> Tensor:  # returns shape (number of matrices, 1), fp32
         """Read the stored norm of each matrix; 0 for norms that this rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
         return torch.stack(found)
 
-    def _write(self, work: Work, values: Tensor) -> None:  # (matrices, 1)
+    def _write(self, work: Work, values: Tensor) -> None:  # `values` has shape (number of matrices, 1)
         if self._kept_at:
             rows = values.unbind(0)
             foreach_copy_(self._kept.of(work.kept), [rows[at] for at in self._kept_at])
@@ -159,7 +159,7 @@ def _parts(tile: Tensor) -> list[Tensor]:
     return list(tile.split(max(1, _PART * len(tile) // tile.numel())))
 
 
-def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
+def _norms(squares: Tensor) -> Tensor:  # `squares` is fp64
     """Compute square roots, round them to fp32, and return them as fp64."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
@@ -175,7 +175,7 @@ class ZeroWatch:
     """Queue of checks for matrices whose norm is 0 when it is first computed. Each optimizer has one `ZeroWatch`."""
 
     def __init__(self) -> None:
-        self.coming = Coming[Sequence[str]]()  # names of matrices, and a mask of the zero ones
+        self.coming = Coming[Sequence[str]]()  # names of matrices, mask of matrices of zeros
 
     def report(self) -> None:
         """Warn about matrices of zeros, without waiting for checks whose results have not yet arrived from the

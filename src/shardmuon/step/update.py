@@ -116,7 +116,7 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # tiles for which `of` makes a view; the others cover the whole local tensor
+        # indices of tiles for which `of` must make a view; all other tiles cover a whole local tensor
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         # cache for each tile: strides of the local tensor -> offset and strides of the tile
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
@@ -233,7 +233,7 @@ class Side:
             apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
-def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # row dims, then blocks
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims: row dims, then blocks
     """Make a view of the scales for the 8-bit momentum of a tile, in the tensor of scales that this rank stores for the
     parameter. The tile must start at the boundary of a block of elements that share a scale."""
     rows = view.num_row_dims
@@ -264,8 +264,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Locations of the stage state (state of a variant's stages) of some matrices: in this rank's state tensors and, if
-    the state is sent, in an exchange buffer. Cached between steps; holds no tensor."""
+    """Locations of stage state, the state of a variant's stages, for some matrices: in this rank's state tensors and,
+    if the state is sent, in an exchange buffer. Objects are cached between steps and hold no tensors."""
 
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
@@ -273,7 +273,7 @@ class KeptSide:
         tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
         self._side = Side(tiles, views, [()] * len(tiles))
 
-    def of(self, stored: _Stored) -> list[Tensor]:  # 1-D each, fp32
+    def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
         """Make a view of the stage state of each matrix in this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
@@ -293,7 +293,7 @@ class KeptSide:
         foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
 
 
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the exchange buffer's dtype
+def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # from 1-D fp32 to 1-D in the buffer's dtype
     """Reinterpret the bits of fp32 numbers as elements of the dtype of an exchange buffer, padded to whole elements, on
     the buffer's device."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
@@ -355,7 +355,7 @@ def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]
 
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
-    updates: Sequence[Tensor],  # orthogonalized, of the same shapes, in the dtype of exchanges
+    updates: Sequence[Tensor],  # orthogonalized updates with the shapes of `params`, in the dtype of exchanges
     alphas: Sequence[float],  # for each view, lr * the scale of its matrix
     lr: float,
     weight_decay: float,
@@ -398,10 +398,10 @@ def _decay_agreeing_(
 
 
 def _apply_like_torch_(
-    param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
-    update: Tensor,  # bf16, with the same number of elements
+    param: Tensor,  # local view, updated in place; its elements have the order of the elements of `patch`
+    update: Tensor,  # bf16, with as many elements as `param`
     lr: float | Tensor,  # a tensor must have one element, in any number of dims
-    scale: float,  # factor on lr, computed from the shape of the whole matrix
+    scale: float,  # factor on `lr`, computed from the shape of the whole matrix
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,

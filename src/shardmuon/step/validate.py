@@ -242,7 +242,8 @@ def _stored_kept(
     """Return the local storage of each state tensor of a parameter, in the order of `shapes`.
 
     Raises:
-        ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
+        ValueError: A tensor is missing or has a wrong layout or dtype. The message does not contain the parameter's
+            name.
     """
     found: list[Tensor] = []
     for key, shape in shapes.items():
@@ -338,7 +339,7 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
             f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
             "ranks; else call optimizer.prepare() on every rank"
         )
-    for said in lines:  # the lines of all ranks for one parameter
+    for said in lines:  # `said` has the lines of all ranks for one parameter
         (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
         if len(set(gradients)) > 1:
             have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
@@ -363,7 +364,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     the local storage of the parameter.
 
     Raises:
-        ValueError: The gradient is unusable. The message lacks the parameter's name.
+        ValueError: The gradient is unusable. The message does not contain the parameter's name.
     """
     if grad.layout != torch.strided:
         raise ValueError(
@@ -382,8 +383,8 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
 
 
 def _check_gradient_elsewhere(param: Tensor) -> None:
-    """Raise ValueError if a parameter without `grad` has a gradient in another attribute. Otherwise the parameter would
-    silently not be trained."""
+    """Raise ValueError if `param.grad` is None but another attribute contains a gradient. Without this error, the
+    parameter would silently stay untrained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
         ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
@@ -397,7 +398,7 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
 
     Raises:
         ValueError: The state is not a strided real tensor, its layout differs from the parameter's, or it cannot be
-            written to. The message lacks the parameter's name.
+            updated in place. The message does not contain the parameter's name.
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
