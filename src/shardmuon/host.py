@@ -178,7 +178,7 @@ def creates_state_only() -> bool:
     checkpoint.
 
     torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
-    starts at 0, and the shards of some ranks can have zero gradients. Ranks would then come to different conclusions.
-    Therefore this function inspects the call stack.
+    starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come to
+    different conclusions. Therefore this function inspects the call stack.
     """
     return caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None

@@ -756,7 +756,7 @@ class Muon(Core, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without objects that are valid in one process only: the plan,
-        process groups and hosts. The state contains the ranks of the last vote. With them, a copy that has no plan can
+        process groups and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can
         vote together with ranks that made no copy and still have their plan."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
@@ -771,6 +771,6 @@ def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "process_group": None} if getattr(group, "ranks", group) else options
 
 
-# Attributes that copies and pickles contain. Another process that loads a pickle recognizes from `world` that
-# `component` does not apply to it.
+# Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
+# `world` in it, and therefore ignores `component`.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -164,7 +164,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
 
 
 def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
-    """Concatenate the tensors of several parameters into copies that are padded with zeros to whole vectors."""
+    """Concatenate the tensors of several parameters into copies, padded with zeros to a multiple of the CPU kernel's
+    vector size."""
     first = several[0][0]
     missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
     columns = zip(*several, strict=True)
