@@ -1,6 +1,6 @@
 """Muon optimizer for PyTorch that computes the same update, bit for bit, however the weights are sharded."""
 
-from shardmuon import frameworks as frameworks  # importing it registers the supported frameworks
+from shardmuon import frameworks as frameworks  # this import registers the supported frameworks
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning
 from shardmuon.auditing import audit as audit

@@ -1,4 +1,4 @@
-"""`python -m shardmuon` is the `shardmuon` command."""
+"""Entry point of `python -m shardmuon`, which runs the `shardmuon` command."""
 
 from shardmuon.commands.main import main
 

@@ -1,5 +1,5 @@
-"""Private and renamed torch APIs that this package uses, with the torch versions to which each remark applies. Private
-APIs of DTensor and FSDP1 are in layout/engines/."""
+"""Wrappers of private and renamed torch APIs. Each remark gives the torch versions to which it applies. Wrappers of the
+private APIs of DTensor and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _T = TypeVar("_T")
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Return `isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) if it is not imported
-    yet."""
-    if type(value) in (Tensor, torch.nn.Parameter):  # exact types of plain tensors
+    """Return `isinstance(value, DTensor)` without importing torch.distributed.tensor, which would take 1 s. If that
+    module is not imported yet, no DTensor exists."""
+    if type(value) in (Tensor, torch.nn.Parameter):  # by exact type, since DTensor is a subclass of Tensor
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def strided_shard() -> Any:
-    """Return the class `_StridedShard`, which is private in torch 2.11 .. 2.13. It is a subclass of `Shard` until 2.12,
-    of `Placement` from 2.13."""
+    """Return torch's class `_StridedShard`, which is private in torch 2.11 .. 2.13. The class is a subclass of `Shard`
+    up to torch 2.12, and of `Placement` from torch 2.13."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
@@ -45,8 +45,8 @@ def strided_shard() -> Any:
 def cpu_has_bf16_matmul() -> bool:
     """True if this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX).
 
-    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. Tests override the detection by the
-    environment variable SHARDMUON_CPU_BF16, which is read once.
+    On other CPUs, torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. Tests override the detection with the
+    environment variable SHARDMUON_CPU_BF16, which is read once per process.
 
     Raises:
         ValueError: The variable is set to neither "0" nor "1".
@@ -58,12 +58,13 @@ def cpu_has_bf16_matmul() -> bool:
 
 
 def cpu_has_amx() -> bool:
-    """True if this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
+    """True if this CPU has AMX instructions, which multiply bf16 matrices several times as fast as AVX512-BF16
+    instructions do."""
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-_mkldnn: Any = torch.backends.mkldnn  # its attributes are unknown to type checkers
-_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> its matmul backend, and flags of it
+_mkldnn: Any = torch.backends.mkldnn  # Any: type checkers do not know the attributes of this module
+_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> matmul backend, values of its flags
     "cpu": (_mkldnn.matmul, {"fp32_precision": "ieee"}),
     "cuda": (
         torch.backends.cuda.matmul,
@@ -78,17 +79,17 @@ _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> its matmul b
 
 
 def precision_flags(device: torch.device) -> dict[str, Any]:
-    """Read the process's settings on which the bits of matrix products on this kind of device depend."""
+    """Read torch's global settings that affect the bits of matrix products on this type of device."""
     matmul, flags = _EXACT.get(device.type, (None, {}))
     return {name: getattr(matmul, name) for name in flags}
 
 
 @contextmanager
 def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
-    """Make matrix products independent of the process's settings: no TF32, no bf16 passes, sums in fp32, and no
-    autocast, which would change the dtype of products.
+    """Make matrix products inside the `with` block independent of torch's global settings: disable TF32, fp32 products
+    that are computed in bf16, sums in half precision, and autocast, which would change the dtype of products.
 
-    The flags are global and restored at the end. If `flags` is False, only autocast is disabled.
+    The block changes global flags and restores them at its end. If `flags` is False, it only disables autocast.
     """
     matmul, wanted = _EXACT[device.type] if flags and device.type in _EXACT else (None, {})
     before = {name: getattr(matmul, name) for name in wanted}
@@ -104,18 +105,19 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
 
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
-    """Apply an element-wise operation to lists of tensors: "lerp" is `torch.lerp`, which makes new tensors, "lerp_" is
-    `Tensor.lerp_`, which changes the first list. Returns the results, or nothing if the operation works in place.
+    """Apply an elementwise operation to lists of tensors: "lerp" stands for `torch.lerp`, which makes new tensors, and
+    "lerp_" stands for `Tensor.lerp_`, which changes the tensors of the first list. Returns the new tensors, or an empty
+    sequence if the operation works in place.
 
     On accelerators, torch launches one kernel for whole lists if all tensors are dense, each list has a single dtype,
-    and tensors at the same index have equal sizes and strides. Otherwise it launches one kernel per tensor
-    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So lists that break these conditions are split into several
-    calls.
+    and tensors at the same index have equal sizes and strides. Otherwise torch launches one kernel per tensor
+    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). Therefore this function splits lists that break these
+    conditions into several calls.
     """
     operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
         return ()
-    if columns[0][0].device.type == "cpu" or _go_together(columns):  # a CPU processes lists tensor by tensor anyway
+    if columns[0][0].device.type == "cpu" or _go_together(columns):  # CPUs always process tensors one by one
         made: Sequence[Tensor] | None = operation(*map(list, columns), **others)
         return made or ()
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -133,9 +135,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Check quickly if torch can process these lists with one kernel. False means that the tensors must be checked
-    index by index, which takes much longer but is rarely needed. Contiguous tensors of one shape have equal strides,
-    except in dims of size 1, so lists with dims of size 1 return False."""
+    """Check quickly if torch can process these lists with one kernel. False means that the caller must check the
+    tensors index by index, which takes much longer but is rarely needed. The result is False for lists with dims of
+    size 1, because contiguous tensors of equal shape can have different strides in such dims."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -145,27 +147,27 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. Assumes that elements do
-    not overlap."""
+    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. Assumes that no two
+    elements share memory."""
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-foreach_copy_ = partial(foreach, "copy_")  # (targets, sources), whose dtypes may differ
+foreach_copy_ = partial(foreach, "copy_")  # arguments: targets, sources; copies can change the dtype
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor by a number, in place. The tensors must be all fp32 or all fp64."""
-    if tensors[0].device.type == "cpu":  # convert the number once: torch would do so for each tensor
+    """Multiply each tensor by `factor`, in place. All tensors must be fp32, or all must be fp64."""
+    if tensors[0].device.type == "cpu":  # converts the number once instead of once per tensor
         torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
         return
     foreach("mul_", tensors, scalar=factor)
 
 
 def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Convert each tensor to `dtype`, by default to the dtype of its partner in `like`. A converted tensor gets its
-    partner's strides, so that fast list operations can take both. A tensor that needs no conversion is returned as it
-    is."""
+    """Convert each tensor to `dtype`, by default to the dtype of the tensor at the same index of `like`. A converted
+    tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors that already have
+    the dtype are returned unchanged."""
     found = list(tensors)
     others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
     for i in others:
@@ -175,60 +177,62 @@ def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
 
 
 def never_compiled(function: _F) -> _F:
-    """Decorate a function so that `torch.compile` does not compile it; a compiled step would be recompiled for every
+    """Decorate a function so that `torch.compile` does not compile it. A compiled step would be recompiled for every
     matrix shape.
 
-    `torch.compiler.disable` does the same but imports the compiler immediately, which takes seconds.
+    `torch.compiler.disable` has the same effect, but it imports the compiler immediately, which takes seconds.
     """
     return cast("_F", torch._disable_dynamo(function))
 
 
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:  # 0-dim each
+) -> tuple[Tensor, ...]:  # returns 0-dim tensors
     """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Make one new 1-D tensor with all elements of these tensors, which must have the same device and dtype."""
+    """Concatenate the elements of all tensors into a new 1-D tensor. The tensors must have the same device and
+    dtype."""
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
 def local_if_any(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor. Any other tensor is returned as it is."""
+    """Return the local tensor of a DTensor, or the tensor itself if it is not a DTensor."""
     return cast(Tensor, getattr(tensor, "_local_tensor", tensor))
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
-    """Multiply tensors in place, either all by one 0-dim tensor, or each by its entry in a list of tensors or numbers.
+    """Multiply tensors in place. `factors` is a 0-dim tensor that multiplies all of them, or a list with one tensor or
+    number for each.
 
-    A single Python number is not accepted, because CPUs would first round it to the dtype of the tensors.
+    A single Python number is not allowed, because CPUs would first round it to the dtype of the tensors.
     """
     torch._foreach_mul_(list(tensors), factors if isinstance(factors, Tensor) else list(factors))  # type: ignore[arg-type]
 
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:
-    """Map the id of each parameter to its name in torch's state dicts, which has no prefixes of wrappers (uses the
-    private `_get_fqns`)."""
+    """Map the `id` of each parameter to its name in the state dicts of torch.distributed.checkpoint, which omit the
+    prefixes that wrappers add. Uses torch's private function `_get_fqns`."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the current stream. Calls are then recorded but not run, and no value can
-    be read."""
+    """True while a CUDA graph is being captured on the current stream. During a capture, CUDA records kernels without
+    running them, so no value can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
-    """Queue of tensors on their way to the host: the object that each was sent with, the copy on the host, the device
-    that it comes from, and the event after which the copy is valid. The event is None, and the copy synchronous, on
-    CPUs and on devices without events in torch (MPS)."""
+    """Queue of tensors that are being copied to the host. Each entry has the object that the caller passed with the
+    tensor, the copy on the host, the tensor's device, and the event after which the copy is valid. The event is None if
+    the copy was synchronous: for tensors on CPUs and on devices without events in torch (MPS)."""
 
     def send(self, about: _T, value: Tensor) -> None:
-        """Start to copy a tensor to the host."""
+        """Start to copy a tensor to the host. `about` is the object that `arrived` returns with the copy."""
         module: Any = torch.get_device_module(value.device)
         make: Any = None if value.device.type == "cpu" else getattr(module, "Event", None)
         if make is None:
@@ -241,8 +245,9 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
         self.append((about, host, value.device, event))
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
-        """Remove the copies that have arrived from the front of the queue, without waiting. Yields each of them after
-        the object that it was sent with. None arrives while a CUDA graph is captured: events cannot be queried then."""
+        """Remove completed copies from the front of the queue, without waiting for others. Yields pairs of the object
+        that the caller passed to `send` and the copy. While a CUDA graph is being captured, events cannot be queried,
+        so asynchronous copies stay in the queue."""
         while self and (self[0][3] is None or (not is_capturing(self[0][2]) and self[0][3].query())):
             yield self.popleft()[:2]
 
@@ -258,7 +263,8 @@ def is_alive(group: Any) -> bool:
 
 
 def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Run the hooks of `register_load_state_dict_pre_hook` and return the resulting state dict."""
+    """Run the hooks that were registered by `register_load_state_dict_pre_hook`, and return the resulting state
+    dict."""
     state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, state_dict)
@@ -267,25 +273,26 @@ def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 
 
 def after_loading(optimizer: torch.optim.Optimizer) -> None:
-    """Run the hooks of `register_load_state_dict_post_hook`."""
+    """Run the hooks that were registered by `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
-    """Run `new_group(ranks, use_local_synchronization=True)`, which only these ranks call, even if they have made
-    different numbers of groups before.
+    """Run `new_group(ranks, use_local_synchronization=True)`. Only the ranks in `ranks` must call this function, and
+    they can have made different numbers of groups before.
 
-    torch names such a group after the number of groups that the calling rank has, so ranks that have made different
-    numbers of groups would deadlock (2.11 .. 2.13). This function makes the name from `ranks` and from `number`, which
-    counts the groups of exactly these ranks.
+    torch derives the name of such a group from the number of groups that the calling rank has made, so ranks with
+    different numbers would choose different names and deadlock (2.11 .. 2.13). This function derives the name from
+    `ranks` and `number` instead, where `number` counts the groups of exactly these ranks.
 
-    The group gets the time-out of `parent`, by default of the default group; torch would use a constant (2.11 .. 2.13).
+    The group gets the timeout of `parent`, by default that of the default group. torch would use a constant (2.11 ..
+    2.13).
 
     While the default group is bound to a device (`init_process_group(device_id=...)`), torch makes every NCCL subgroup
-    by splitting the default group's communicator, for which *all* ranks of the default group must call (2.11 .. 2.13,
-    `_new_process_group_helper`). As only the members call this function, the binding is removed during the call, so
-    that the group makes its own connections.
+    by splitting the communicator of the default group, and *all* ranks of the default group must take part in the split
+    (2.11 .. 2.13, `_new_process_group_helper`). Only the members of the new group call this function, so it removes the
+    binding during the call. The group then makes its own connections.
     """
     c10d: Any = dist.distributed_c10d
     world: Any = c10d._get_default_group()
@@ -304,13 +311,13 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return the time-out of a process group, the longest if its backends have different time-outs; None if no backend
-    has a time-out (MPI, fake).
+    """Return the timeout of a process group. If its backends have different timeouts, return the longest; if no backend
+    has a timeout (MPI, fake), return None.
 
-    torch has no public getter, but the options of the gloo and NCCL backends contain the time-out (2.11 .. 2.13).
+    torch has no public getter, but the options of the gloo and NCCL backends contain the timeout (2.11 .. 2.13).
     """
     found = list[timedelta]()
     for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # no backend for this device type, or no time-out
+        with suppress(RuntimeError, AttributeError):  # no backend for this device type, or no timeout
             found.append(group._get_backend(device).options._timeout)
     return max(found, default=None)

@@ -1,7 +1,7 @@
-"""Errors that all ranks raise together, and the texts of their messages.
+"""Errors that all ranks of a collective operation raise together, and functions that format their messages.
 
-`Refused`, which users see as a ValueError, reports a problem found before anything has changed. `ExchangeError` reports
-a step that the ranks cannot finish together.
+`Refused` reports a problem that was found before anything changed; it is converted to a ValueError before users see it.
+`ExchangeError` reports a step that failed in the middle.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class ExchangeError(RuntimeError):
     """Failure in the middle of a step: another rank died, failed or hung past the process group's timeout, or this rank
     failed between two exchanges.
 
-    The message names the bucket (the matrices of one exchange, numbered as in `print(optimizer.plan)`), the phase and
-    the original error, which is also the `__cause__`. The ranks are now out of sync: their process group can no longer
-    be used, and the optimizer refuses further steps until state is loaded into it.
+    The message names the bucket (the set of matrices that were exchanged together, numbered as in
+    `print(optimizer.plan)`), the operation that failed, and the original error, which is also the `__cause__`. After
+    this error, the ranks are out of sync: their process group can no longer be used, and the optimizer refuses further
+    steps until a state dict is loaded into it.
     """
 
 
-_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers may catch
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # keep their class, so that callers can catch them
 
 
 def stays_itself(error: BaseException) -> bool:
-    """True for interrupts and out-of-memory errors, which the rank on which they occurred re-raises unchanged."""
+    """True for interrupts and out-of-memory errors. The rank on which such an error occurred re-raises it unchanged."""
     return isinstance(error, _OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
@@ -43,7 +44,7 @@ class Refused(ValueError):
     """Error that all ranks of a collective call raise together, before anything has changed on any of them.
 
     Attributes:
-        cause: The original exception if it occurred on this rank, else None.
+        cause: The original exception; None if it occurred on another rank.
     """
 
     def __init__(self, text: str, cause: BaseException | None = None) -> None:
@@ -51,8 +52,8 @@ class Refused(ValueError):
         self.cause = cause
 
     def public(self) -> BaseException:
-        """Return the exception to raise to the user: a ValueError, or this rank's own interrupt or out-of-memory
-        error."""
+        """Return the exception that users see: this rank's own interrupt or out-of-memory error, or a ValueError in all
+        other cases."""
         if self.cause is not None and stays_itself(self.cause):
             return self.cause
         error = ValueError(str(self))
@@ -72,8 +73,9 @@ def made_public() -> Iterator[None]:
 
 @contextmanager
 def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
-    """Convert any exception raised inside the `with` block to an ExchangeError. Its message begins with `where()`, the
-    place of the failure, and contains `damage`, a sentence on what the failure has left behind."""
+    """Convert any exception raised inside the `with` block to an ExchangeError. The error's message begins with
+    `where()`, which names the failed operation, and contains `damage`, a sentence that states which data the failure
+    may have left inconsistent."""
     try:
         yield
     except ExchangeError:
@@ -83,8 +85,9 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
 
 
 def named(error: Exception, where: str, damage: str) -> ExchangeError:
-    """Build the ExchangeError for an exception. Its message has the place of the failure (`where`), the original error,
-    a sentence on what the failure has left behind (`damage`), and the remedy."""
+    """Build an ExchangeError from an exception. The message consists of `where`, which names the failed operation, the
+    original error, `damage`, a sentence that states which data the failure may have left inconsistent, and the
+    remedy."""
     cause = f"{type(error).__name__}: {error}".rstrip(". \n")
     return ExchangeError(f"{where}: {cause}. {damage}. {REMEDY}")
 
@@ -96,15 +99,16 @@ def about(name: str) -> Iterator[None]:
     try:
         yield
     except _OUT_OF_MEMORY as wrong:
-        wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")  # `fault_text` says it to the other ranks
+        wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")  # prefix that `fault_text` adds
         raise
     except Exception as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 
 
 def fault_text(error: BaseException, where: str = "") -> str:
-    """Format an exception as text to send to the other ranks. The text begins with `where`, the place of the error,
-    unless the exception is a ValueError, whose own message already names the place."""
+    """Format an exception as a message to send to the other ranks. The message begins with `where`, a prefix that names
+    the parameter or group, unless the exception is a ValueError, because messages of ValueErrors already have such a
+    prefix."""
     where = error.__dict__.get("_shardmuon_at", where)
     text = str(error)
     if isinstance(error, ValueError) and text:
@@ -117,10 +121,10 @@ def fault_text(error: BaseException, where: str = "") -> str:
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Format ranks (ascending) for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
+    """Format ranks, given in ascending order, for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # rank - index is constant in a run
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # consecutive ranks have equal keys
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
@@ -129,7 +133,8 @@ _OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # `level_of_the_caller` skip
 
 
 def level_of_the_caller() -> int:
-    """Return the `stacklevel` with which a warning points at the user's call of `optimizer.step()`, not at wrappers."""
+    """Return the `stacklevel` that makes a warning point at the line of user code that called `optimizer.step()`,
+    instead of at a wrapper of `step`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back

@@ -1,12 +1,15 @@
-"""Muon: one torch optimizer for matrices (orthogonalized momentum) and all other parameters (AdamW), with any sharding.
+"""`Muon`, a torch optimizer that updates matrices by orthogonalized momentum and all other parameters by AdamW, with
+any sharding.
 
-`Core` takes steps on parameter groups and their state. `Muon`, below, is a `Core` with the interface of
-torch.optim.Optimizer; the host of a framework (host.py) may run further `Core`s. Read `Core.take_step` first.
+The class `Core` takes steps on parameter groups and their state. The class `Muon` is a `Core` with the interface of
+torch.optim.Optimizer. Adapters to frameworks (hosts, see host.py) can create further `Core`s. To read the code, start
+at `Core.take_step`.
 
-In a step, each rank first reads everything that its step depends on, without changing anything (step/validate.py). Then
-all ranks that are connected through shared parameters vote (comm/vote.py): either all raise the same error, or all
-proceed (step/bucket.py). A failure after the vote leaves weights half updated. The optimizer then refuses to step until
-state is loaded, and ranks that are waiting for the failed rank raise an error at once.
+In a step, each rank first validates everything that its step depends on, without changing anything (step/validate.py).
+Then all ranks that are connected through shared parameters vote (comm/vote.py): either all of them raise the same
+error, or all of them update their weights (step/bucket.py). A failure after the vote leaves weights half updated. The
+optimizer then refuses further steps until a state dict is loaded, and ranks that are waiting for the failed rank raise
+an error at once.
 """
 
 from __future__ import annotations
@@ -78,32 +81,36 @@ class Core:
     """Parameter groups with their state, and the step that updates them once all ranks have agreed to it.
 
     Attributes:
-        param_groups, state: As in torch.optim.Optimizer. Frameworks replace both.
+        param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
         config: Options of the whole optimizer.
         keeper: Object that creates and converts stored momentum.
         audits: Schedule of the audits, which compare a step with a dense reference.
-        process_group: The process group on whose ranks plain (not DTensor) parameters are replicas.
-        traffic: Counters of what this rank has sent and computed so far.
-        routing: Table that shows which parameters of the model Muon or AdamW updates; empty if no model was given.
-        binding: The current plan with this rank's parameters.
+        process_group: The process group whose ranks have replicas of the plain (not DTensor) parameters; None if there
+            is none.
+        traffic: Counters of this rank's exchanges and orthogonalized matrices.
+        routing: Table that shows for each parameter of the model if Muon or AdamW updates it; empty if no model was
+            given.
+        binding: The current plan with this rank's parameters; None before the first plan is made.
         component: The ranks that took part in the last vote.
-        broken: Text about the failure of a step that left the ranks out of sync; None if there was none.
+        broken: Description of the failure that interrupted a step and left the ranks out of sync; None if no step has
+            failed in this way.
         options: Reader of the groups' options, which caches them.
-        settled: Stored weight norms that a step has checked since they were created or loaded.
+        settled: State tensors with weight norms (variant "hyperball") that a step has checked since they were created
+            or loaded.
         hosts: Adapters to the frameworks that may call `step`.
         has_trained: True once some parameter had a gradient in a step.
     """
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    changing = False  # True once all ranks have agreed to a step: from then on, weights and state may be half updated
-    in_step = False  # True during a step: `state_dict`, which a signal handler may call, then raises
+    changing = False  # True once all ranks have agreed to a step, since an error can then leave it half done
+    in_step = False  # True during a step, so that `state_dict` raises if a signal handler calls it
 
     def __init__(
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # default: a keeper made from `config`
+        keeper: Keeper | None = None,  # None: make a keeper from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -115,11 +122,11 @@ class Core:
         self.routing: tuple[RoutingRow, ...] = ()
         self.broken: str | None = None
         self.component: Ranks | None = None
-        self.world = current_world()  # the token of the default process group whose ranks `component` names
+        self.world = current_world()  # identifies the default process group to which the ranks in `component` belong
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset all attributes that are meaningful in one process only: the plan, caches and hosts."""
+        """Reset all attributes that are valid in one process only: the plan, caches and hosts."""
         self.binding: Binding | None = None
         self.options = OptionsReader()
         self.watch = FiniteWatch()
@@ -128,20 +135,20 @@ class Core:
         self.hosts, self.has_trained = Hosts(), False
 
     def unlike_model(self) -> Sequence[str]:
-        """Return the names of parameters whose values differ from the model's weights. Empty here; a host that updates
-        copies of the weights overrides it."""
+        """Return the names of parameters whose values differ from the model's weights. The base class returns none;
+        hosts that update copies of the weights override this method."""
         return ()
 
     # ---------------------------------------------------------------------------------------------- one step
 
     def take_step(self, fault: Fault) -> None:
-        """Take one step with the groups as they are. Collective among the ranks that share parameters.
+        """Take one step on the current parameter groups. Collective among the ranks that share parameters.
 
         Args:
-            fault: This rank's error so far, if it has one.
+            fault: Holder of this rank's error, if one has occurred before this call.
 
         Raises:
-            Refused: Some rank has an error. Raised on every rank, before anything has changed.
+            Refused: Some rank has an error. Every rank raises this exception, before anything has changed.
         """
         with self._remembering():
             call = StepCall(self, fault)
@@ -165,13 +172,13 @@ class Core:
             raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Ballot) -> AuditReport | None:
-        """Update weights and state, after all ranks have agreed to the step. Return the report of the step's audit;
-        None if there was no audit."""
+        """Update weights and state, after all ranks have agreed to the step. Return the report of the step's audit, or
+        None if the step was not audited."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # an audit is collective: if any rank has requested one, all ranks that voted take part
+        # an audit is collective, so if any rank has requested one, all ranks that voted must take part
         audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
         self.audits.num_steps += 1
         missing = frozenset[int]()  # indices of parameters without a gradient
@@ -200,16 +207,16 @@ class Core:
         return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Install the state that validation has created, and redistribute gradients whose placements differ from those
-        of their parameters."""
+        """Store the state that validation has created in the optimizer, and redistribute each gradient whose placements
+        differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
-            kept.clear()  # also removes state left over from AdamW or from another variant
+            kept.clear()  # also removes state that AdamW or another variant has left behind
             kept.update(made)
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        # redistribution is collective, so all ranks process parameters in the same order
+        # redistribution is collective, so all ranks must process parameters in the same order
         for number in itertools.chain.from_iterable(binding.table.sets.values()):
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
@@ -217,7 +224,8 @@ class Core:
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
 
     def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
-        """Begin an audit of this step and return it. Collective; never raises."""
+        """Begin an audit of this step and return it. Collective among the ranks that voted. Never raises an
+        exception."""
         from shardmuon.auditing.live import StepAudit
 
         audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
@@ -225,30 +233,31 @@ class Core:
         return audit
 
     def _note(self, error: BaseException) -> None:
-        """Record an error that interrupted a step after its first change or while other ranks were waiting, so that
-        further steps are refused."""
-        if isinstance(error, AuditError):  # raised when a framework's step has updated only some of the groups
+        """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
+        recorded if nothing has changed and this rank steps alone."""
+        if isinstance(error, AuditError):  # the groups that come later in this step are not updated
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        if self.broken is not None:  # the `Core` of a host has recorded the error and closed the connections
+        if self.broken is not None:  # already recorded, and the connections are closed
             return
         component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
         if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            if isinstance(error, ExchangeError):  # the error's message already has the consequences and the remedy
+            if isinstance(error, ExchangeError):  # its message already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            close_lane(component)  # ranks that are waiting for this rank then fail at once
+            close_lane(component)  # makes ranks that wait for this rank fail at once
 
     def last_voters(self) -> Ranks | None:
-        """Return the ranks of the last vote; None if there was none under the current default process group."""
+        """Return the ranks that took part in the last vote; None if there was no vote under the current default process
+        group."""
         return self.component if self.world == current_world() else None
 
     def torn(self) -> str | None:
-        """Return the reason why the state may be only partly updated, with a remedy; None if the last step was
-        completed."""
+        """Return an error message, with a remedy, if a step is in progress or was interrupted, so that the state may be
+        half updated; else None."""
         if self.in_step:
             return (
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
@@ -262,21 +271,22 @@ class Core:
         """Make a plan without taking a step. Collective among the ranks that share parameters.
 
         Raises:
-            ValueError: Some rank cannot plan. Raised on every rank. A rank that fails to create a process group raises
-                alone, and the other ranks raise in the next step.
+            ValueError: Some rank cannot make a plan. Every rank raises this error, with one exception: if a rank fails
+                to create a process group, only this rank raises the error at once, and the other ranks raise it in the
+                next step.
         """
         fault = Fault()
         with made_public():
             binding = StepCall(self, fault).renewed(fault)
-            if fault.text is not None:  # found after ranks last exchanged errors; others learn of it in the next step
+            if fault.text is not None:  # occurred after ranks exchanged errors
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
     @torch.no_grad()
     def complete_state(self) -> None:
-        """Create the missing state of every trainable parameter (zeros if it never had a gradient): see [Note: state
-        that is not there] in checkpoint/state.py. Frozen parameters get no new state; existing state of theirs is
-        removed if it does not fit their group."""
+        """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient: see
+        [Note: state that is not there] in checkpoint/state.py. Frozen parameters get no new state. State that a frozen
+        parameter already has is removed if it does not match the options of the parameter's group."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
@@ -286,24 +296,25 @@ class Core:
 
 
 class StepCall(TableCall[Binding]):
-    """One rank's part in the agreement on a step, or on a plan without a step. Implements `Call` of comm/vote.py.
+    """One rank's part in the agreement of all ranks on a step, or on a plan without a step. Implements the interface
+    `Call` of comm/vote.py.
 
     Attributes:
         options: Settings of each group; None for groups that AdamW updates.
-        proposal: The step that this rank would take.
+        proposal: Data of the step that this rank takes if all ranks agree.
     """
 
     phase = Phase.STEP
     renews = False
     proposal: Proposal
-    _due = ""  # text about an audit of this step, which must be equal on all ranks
+    _due = ""  # description of this step's audit, which must be equal on all ranks; "" without an audit
 
     def __init__(self, core: Core, fault: Fault) -> None:
         self._core = core
         self.options: list[Settings | None] = []
         if core.process_group is not None:
-            with fault:  # other ranks of the group wait for this rank even if it has no parameters
-                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if the group was destroyed
+            with fault:  # this rank must take part in planning even if it has no parameters
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if group is destroyed
 
     def before(self) -> Ranks | None:
         return self._core.last_voters()
@@ -316,7 +327,7 @@ class StepCall(TableCall[Binding]):
         self.options = self._core.options.read(groups)
         if len(self.options) != len(kept.planned):
             return False
-        found = []  # frameworks may replace parameters at any time; `Offer` selects the same ones
+        found = []  # frameworks can replace parameters at any time; same selection as in `Offer`
         for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
             if planned != ("" if settings is None else settings.planned):
                 return False
@@ -336,7 +347,7 @@ class StepCall(TableCall[Binding]):
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        # `due` takes longer than the first test, which is false for optimizers that never audit
+        # `due` takes long to compute, so the first test skips it for optimizers that never audit
         if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
         memory = Memory(core.state, core.keeper, core.settled)
@@ -353,7 +364,7 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # AdamW's DTensors are included so that the ranks that share them learn of each other's errors
+        # includes DTensors that AdamW updates, so that the ranks that share such a DTensor learn of each other's errors
         return [
             (name_of(group, index, position), p, group)
             for index, group in enumerate(self._core.param_groups)
@@ -370,8 +381,8 @@ class StepCall(TableCall[Binding]):
         return self._offer.listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of
-        # parameters whose gradients some of them may lack
+        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of these
+        # parameters whose gradient can be missing on some of the ranks
         made = self._offer.bind(my_rank(), table)
         sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
@@ -379,8 +390,8 @@ class StepCall(TableCall[Binding]):
         return made, made.num_lacking
 
     def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
-        # process groups are created before the first exchange: creation is collective, and a rank that already waits
-        # for tensors could not take part
+        # process groups must be created before the first exchange: creation is collective, and a rank that already
+        # waits for tensors of other ranks could not take part
         for ranks, known in self._groups.items():
             group_for(ranks, known)
         kept.number_bits(everyone)
@@ -388,11 +399,12 @@ class StepCall(TableCall[Binding]):
 
 
 def _trained(groups: Sequence[Group]) -> bool:
-    """Return True if some parameter had a gradient in a step; warn if none had. Later steps then need no check."""
+    """Return True if some parameter has a gradient in this step, else warn and return False. Once the result is True,
+    later steps skip this check."""
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    if any(p.numel() > 0 or not is_flattened(p) for p in params):  # one of FSDP1 may have no elements on this rank
+    if any(p.numel() > 0 or not is_flattened(p) for p in params):  # an FSDP1 parameter can be empty on this rank
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
             "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
@@ -406,79 +418,85 @@ _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print
 
 
 class Muon(Core, Optimizer):
-    """Muon for matrices and AdamW for all other parameters, with the same update however the weights are sharded.
+    """Optimizer that updates matrices by Muon and all other parameters by AdamW. The updates are the same with any
+    sharding of the weights.
 
-    For each matrix W with gradient G, momentum B, learning rate lr, decay wd and scale s:
+    Each matrix W with gradient G and momentum B is updated as follows, with learning rate lr, weight decay wd, momentum
+    factor mu and scale s; NS is the orthogonalization by Newton-Schulz steps:
 
         B <- mu B + (1 - mu) G
         U  = mu B + (1 - mu) G   (Nesterov), or B
         W <- (1 - lr wd) W - lr s(rows, cols) NS(U)
 
-    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the form of torch.optim.Muon.) W is always the
-    whole logical matrix, never a shard. Each matrix is orthogonalized once in the job, and s depends on its global
-    shape.
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, in the form of torch.optim.Muon. W is always
+    the whole logical matrix, never a shard. s depends on the global shape of the matrix.
 
     The first `step()` (or `prepare()`) reads the layout from the parameters themselves (DTensor mesh and placements)
     and plans, together with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by
-    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket of matrices.
-    Every rank must call `step()`.
+    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket, a set of
+    matrices that are exchanged together. Every rank must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
-            may set any option from `lr` to `tp_group`, and:
-            ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
-            ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``transposed``: which matrices a parameter holds, see
-            `shardmuon.layout.views.matrix_view`.
-        lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
+            dict can contain any option from `lr` to `tp_group`, and the following options. ``use_muon`` (default:
+            True): if False, AdamW updates the group, with its ``lr``, ``weight_decay``, ``betas`` (default: (0.9,
+            0.95)) and ``eps`` (default: 1e-8). ``view``, ``split_sizes``, ``split_groups`` and ``transposed`` define
+            which matrices a parameter holds, see `shardmuon.layout.views.matrix_view`.
+        lr: Learning rate, a float or a one-element tensor. Required, even if every group has its own learning rate. See
+            docs/learning_rate.md.
         weight_decay: Factor wd of the decay.
         momentum: Factor mu.
         nesterov: Use Nesterov momentum.
-        ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
-            c) of one Newton-Schulz step, or one triple per step. Coefficients that flip signs or diverge are refused.
-        ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own
-            number, or 5 for a single triple.
+        ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`),
+            coefficients (a, b, c) for all Newton-Schulz steps, or one such triple per step. Coefficients that flip
+            signs or diverge are refused.
+        ns_steps: Number of Newton-Schulz steps (ignored if `ns_coefficients` has one triple per step). Default: the
+            schedule's own number, or 5 for a single triple.
         adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
             `sqrt(max(1, rows/cols))`, "match_rms_adamw" for `0.2 sqrt(max(rows, cols))`, "spectral" for
             `sqrt(max(rows, cols))`, "unit_rms_norm" for `sqrt(rows/cols)`, "none" for 1. docs/learning_rate.md lists
             the names that other libraries use.
         variant: Name of a variant ("normuon", "hyperball", .., see docs/variants.md), or several joined by "+"
             ("muon_eq+cautious").
-        process_group: Process group on whose ranks plain (not DTensor) parameters are replicas, as under DDP; its ranks
+        process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
-            plain tensors. In a parameter group, () means that no other rank has its tensors (experts). Not pickled.
+            plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).
+            Pickles do not contain the process group.
         tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
             if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
             `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
             See docs/tensor_parallel.md. Default: none; marked shards are refused.
-        method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
-            matrix, up to twice as fast for long matrices. "auto": "gram" if it takes at least a quarter less time at
-            the peak rates of both dtypes, else "standard"; depends on shape, schedule, dtype and kind of device only.
-            The plan prints the choice and its reason. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast
-            before the norm is computed).
+        method: How to orthogonalize. "standard": divide by the fp32 norm, then run Newton-Schulz steps on batches.
+            "gram": iterate the same steps on the Gram matrix of the shorter side, up to twice as fast for long
+            matrices. "auto": "gram" if it takes at least a quarter less time than "standard" at the peak rates of the
+            dtypes of both methods, else "standard". This choice depends only on shape, schedule, dtype and type of
+            device; the printed plan shows the choice with its reason. "torch": compute bit for bit as torch.optim.Muon,
+            which casts to bf16 before it computes the norm.
         ns_dtype: Torch dtype of the matrix products. None: "standard" uses bfloat16 where the device multiplies it in
-            hardware, float32 on other CPUs; "gram" uses float16 on accelerators, float32 on CPUs. Ignored by "torch",
-            which uses bfloat16. Data sent between ranks is bfloat16 if products are bfloat16 or float16 (rounded with
-            any sharding, even with one process), float64 if parameters or products are float64, else float32.
-        momentum_dtype: Dtype of stored momentum: None (the gradient's dtype, in which it is then also computed),
-            torch.float32, torch.bfloat16 or "int8" (all three computed in fp32). docs/memory.md.
-        momentum_device: Device of stored momentum: None (the parameter's) or "cpu".
+            hardware, float32 on other CPUs; "gram" uses float16 on accelerators, float32 on CPUs. Method "torch"
+            ignores this option and uses bfloat16. Data sent between ranks is bfloat16 if products are bfloat16 or
+            float16, float64 if parameters or products are float64, else float32. The data is rounded to this dtype with
+            any sharding, even in a single process.
+        momentum_dtype: Dtype of stored momentum: torch.float32, torch.bfloat16 or "int8", all with computation in fp32,
+            or None, which means storage and computation in the gradient's dtype. See docs/memory.md.
+        momentum_device: Device of stored momentum: None for the parameter's device, or "cpu".
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
-        bucket_bytes: Maximum size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None: the
-            planner chooses the cheapest size, within the bound that `shardmuon.plan.plan.Policy` states.
-        audit_every: Compare the first step and every `audit_every`-th step with a dense reference. If such a step
-            differs from Muon's, every rank raises AuditError once the step is complete. None: audit a step only if
-            `shardmuon.audit` requests it. docs/audit.md.
-        adamw_lr: Learning rate of all parameters that are not matrices; only if `params` is a module. Default: the rate
-            at which AdamW's updates are as large as those of the matrices; `shardmuon.param_groups` prints it.
+        bucket_bytes: Maximum total size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None:
+            the planner chooses the cheapest size, within the bound that `shardmuon.plan.plan.Policy` states.
+        audit_every: Number of steps from one audit to the next, beginning with an audit of the first step. An audit
+            compares the step with a dense reference; if they differ, every rank raises AuditError once the step is
+            complete. None: audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
+        adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
+            rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
-        overrides: Changes to which of a module's parameters Muon updates, see `shardmuon.param_groups`.
+        overrides: Changes to the default selection of the module's parameters that Muon updates, see
+            `shardmuon.param_groups`.
 
     Raises:
-        ValueError: An option or a parameter does not fit. The message has its name, what was found and what to write.
-            `step()` raises on every rank of a group or on none, before anything has changed.
-        TypeError: A keyword is unknown (the message says what to write), parameters are in a set, whose order differs
-            between ranks, or a parameter is not a tensor or has an integer or complex dtype.
+        ValueError: An option or a parameter is invalid. The message names it, shows the invalid value, and suggests a
+            correction.
+        TypeError: `lr` is missing, a keyword is unknown, the parameters are in a set, whose order differs between
+            ranks, or a parameter is not a tensor or has an integer or complex dtype.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -564,12 +582,12 @@ class Muon(Core, Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: Gradients, options or state are invalid on some rank, or a rank failed while reading them.
-                Raised on every rank; nothing has changed. (A rank that runs out of memory raises its own
-                OutOfMemoryError instead.)
-            ExchangeError: A rank died, hung or failed in the middle of a step. The message has the bucket and phase.
-                After this or any other exception in the middle of a step, even a KeyboardInterrupt, and even with one
-                process, the optimizer refuses to step until the last checkpoint is reloaded.
+            ValueError: Gradients, options or state are invalid on some rank, or a rank failed while reading them. Every
+                rank raises this error, before anything has changed, except that a rank that runs out of memory raises
+                its OutOfMemoryError.
+            ExchangeError: A rank died, hung or failed in the middle of a step. The message names the bucket and the
+                operation. After this or any other exception in the middle of a step, even a KeyboardInterrupt, and even
+                with a single process, the optimizer refuses further steps until a state dict is loaded.
         """
         if self.broken is not None:
             self._host.restore_groups(self)
@@ -610,7 +628,7 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The host whose own tensors are in the groups, or a plain `Host` if they are the user's parameters."""
+        """The active host, or a plain `Host` if the parameter groups hold the user's parameters."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
@@ -618,10 +636,11 @@ class Muon(Core, Optimizer):
         return f"Muon (\n{self.config.text_with(self.param_groups)}\n)"
 
     def prepare(self) -> Plan:
-        """Make the plan now instead of at the first step. Collective among the ranks that share parameters.
+        """Make the plan before the first step. Collective among the ranks that share parameters.
 
         Returns:
-            The plan. `print(plan)` shows for each matrix its route, its bucket, and the rank that orthogonalizes it.
+            The plan. `print(plan)` shows for each matrix its route (if and how it is exchanged), its bucket, and the
+            rank that orthogonalizes it.
         """
         if self._host.in_parts:
             raise ValueError(_SEVERAL_PLANS)
@@ -632,7 +651,7 @@ class Muon(Core, Optimizer):
         """The current plan; None before the first step, unless `prepare()` has made one.
 
         Raises:
-            AttributeError: There may be several plans, as under DeepSpeed, which steps groups one by one. Use `plans`.
+            AttributeError: There can be several plans, because DeepSpeed steps groups one by one. Use `plans` instead.
         """
         if self._host.in_parts:
             raise AttributeError(_SEVERAL_PLANS)
@@ -640,16 +659,18 @@ class Muon(Core, Optimizer):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All current plans: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
+        """All current plans. Under DeepSpeed, there is one for each set of groups that are stepped together; otherwise
+        the tuple contains only `plan`, or nothing before the plan is made."""
         return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group after checking that its options are valid and fit each of its parameters.
+        """Add a parameter group, after checking that its options are valid and match the shape of each of its
+        parameters.
 
         Raises:
-            ValueError: An option or a parameter does not fit; the optimizer is unchanged.
+            ValueError: An option or a parameter is invalid; the optimizer is unchanged.
             TypeError: The parameters are in a set, or a parameter is not a tensor or has an integer or complex dtype.
         """
         for host in self.hosts:
@@ -663,11 +684,11 @@ class Muon(Core, Optimizer):
     # ----------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict in torch's format, without process groups. Once there is any state, the dict has an
-        entry for every trainable parameter on every rank.
+        """Return the state dict in torch's format, without process groups. Once the optimizer has any state, the dict
+        has an entry for every trainable parameter on every rank.
 
         Raises:
-            ExchangeError: A step was interrupted or is in progress. Its state must not replace the last good
+            ExchangeError: A step was interrupted or is in progress, so the half-updated state must not overwrite a good
                 checkpoint.
         """
         torn = self.torn()
@@ -685,56 +706,57 @@ class Muon(Core, Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state and the options of every group. Momentum is converted to the dtype and device given by this
-        optimizer's `momentum_dtype` (default: the gradient's dtype) and `momentum_device`.
+        """Load state and the options of every group from a state dict. Momentum is converted to this optimizer's
+        `momentum_dtype` (default: the gradient's dtype) and `momentum_device`.
 
-        This works before the first step and after any step. Everything is checked before anything changes: parameter
-        names (if both sides have them), number and shapes, state keys, options. A state dict that was saved with
-        another sharding must be loaded through torch.distributed.checkpoint. State of other optimizers is refused,
-        except that of torch.optim.Muon, which has the same meaning.
+        The method can be called before the first step and between steps. It checks everything before it changes
+        anything: number, shapes and names of parameters (names only if both the state dict and the optimizer have
+        them), state keys, and options. A state dict that was saved with another sharding must be loaded through
+        torch.distributed.checkpoint. State of torch.optim.Muon is accepted, since its entries have the same meaning;
+        state of any other optimizer is refused.
 
         Raises:
-            ValueError: The state dict does not fit; the optimizer is unchanged.
+            ValueError: The state dict does not match this optimizer, which is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # the state dict has flat parameters with the same sharding as this host's
+        if host is not None:  # such state dicts have the host's flat parameters
             with made_public():
                 host.load(self, lambda: host.take_over(self, state_dict))
             return
         self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Install state and groups that were read from a state dict and checked."""
+        """Replace this optimizer's state and groups by those that were read from a state dict and checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # norms are no longer checked: the tensors may now hold loaded values
+        self.settled.clear()  # the next step must check the loaded norms
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore pickled state. Options that a saved group lacks (as in checkpoints of torch.optim.Muon) keep this
-        optimizer's values."""
-        mine = self.__dict__.get("param_groups", [])  # empty while unpickling
+        """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
+        the value in this optimizer's group is kept."""
+        mine = self.__dict__.get("param_groups", [])  # no groups exist yet while unpickling
         super().__setstate__(state)
         for index, group in enumerate(self.param_groups):
             group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
             complete(group, self.defaults)
-        self.broken = state.get("broken")  # loading a state dict clears this, copying the optimizer does not
-        if "hosts" not in self.__dict__:  # this is a copy: plan, process groups and hosts stay with the original
+        self.broken = state.get("broken")  # None when a state dict is loaded; copies keep the value
+        if "hosts" not in self.__dict__:  # copies do not inherit the plan, process groups and hosts
             self.process_group = None
             self._forget_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Copy the optimizer, with its process group."""
+        """Deep-copy the optimizer. The copy shares the process group."""
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.process_group = self.process_group
         for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
-            mine["process_group"] = theirs["process_group"]  # without a process group, replicas would silently diverge
+            mine["process_group"] = theirs["process_group"]  # without it, replicas would silently diverge
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without objects that are valid in one process only: the plan,
-        process groups and hosts. It has the ranks of the last vote, so that a copy votes together with ranks that made
-        no copy and still have a plan."""
+        process groups and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can
+        vote together with ranks that made no copy and still have their plan."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = list(map(_without_ranks, state["param_groups"]))
@@ -742,11 +764,12 @@ class Muon(Core, Optimizer):
 
 
 def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Copy the options with `process_group` set to None, unless it is empty, which means that no other rank has the
-    tensors."""
+    """Copy the options of a group, with `process_group` set to None. An empty `process_group`, which means that no
+    other rank has the group's tensors, is kept."""
     group = options.get("process_group")
     return {**options, "process_group": None} if getattr(group, "ranks", group) else options
 
 
-# attributes that copies and pickles include; a pickle's `world` is unknown in every other process
+# Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
+# `world` in it, and therefore ignores `component`.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

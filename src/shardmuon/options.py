@@ -1,8 +1,8 @@
-"""Options of the whole optimizer and of parameter groups, with checks of their values; checks of a new group; and
-`Settings`, a frozen object per group that is rebuilt only when the group's options change. Nothing is communicated.
+"""Options of the whole optimizer and of parameter groups, and checks of their values. `Settings` is a frozen copy of a
+group's options that is rebuilt only when the options change. The functions of this module do not communicate.
 
-A learning rate may be a tensor. Every step reads its value to compare it between ranks, which waits for the accelerator
-if the tensor is on one.
+A learning rate can be a tensor. Every step reads the tensor's value to compare the learning rate between ranks. If the
+tensor is on an accelerator, this read waits for the accelerator.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages
 
 # ------------------------------------------------------------------------------------------------ values
 
-Group = Mapping[str, Any]  # one of an optimizer's parameter groups
-_FaultOf = Callable[[Any], str]  # option's value -> end of an error message ("must be a number"), or "" if valid
+Group = Mapping[str, Any]  # a parameter group of an optimizer
+_FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
 
 
 def _one_of(*allowed: object) -> _FaultOf:
@@ -47,11 +47,11 @@ def _whole_number(most: float = math.inf) -> _FaultOf:
 
 
 def _number(most: float = math.inf) -> _FaultOf:
-    """Make a check that accepts numbers from 0 to `most`, including one-element tensors."""
+    """Make a check that accepts finite numbers from 0 to `most`, also as one-element tensors."""
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
-        if isinstance(value, str):  # `float` would accept "0.1", but steps and schedulers do arithmetic on the value
+        if isinstance(value, str):  # `float` below would accept "0.1", but schedulers would fail
             return "is text, not a number. Write it without quotes"
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"must have one element, found shape {tuple(value.shape)}"
@@ -82,7 +82,8 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 
 _TRUTH = _one_of(True, False)
 
-# The check of each option: first the options of the whole optimizer, then those of parameter groups.
+# Name of an option -> check of its value: first the options of the whole optimizer, then the options of parameter
+# groups.
 _CHECKS: dict[str, _FaultOf] = {
     "method": _one_of(*get_args(MethodName)),
     "ns_dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -99,7 +100,7 @@ _CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
     **dict.fromkeys(("use_muon", "nesterov", "transposed"), _TRUTH),
-    # options that torch's optimizers store in their groups; a value that asks for another update rule is refused
+    # options that torch's optimizers store in their groups; values that would change the update rule are refused
     "maximize": _only(False, "this optimizer minimizes"),
     "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
     "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),
@@ -107,7 +108,7 @@ _CHECKS: dict[str, _FaultOf] = {
 
 
 def _check_values(where: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first invalid option. The message starts with `where`."""
+    """Raise ValueError for the first option with an invalid value. The message starts with `where`."""
     for key, fault_of in _CHECKS.items():
         fault = fault_of(options[key]) if key in options else ""
         if fault:
@@ -119,7 +120,7 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Options of the whole optimizer. Each is a keyword of `shardmuon.Muon`, whose docstring explains it.
+    """Options of the whole optimizer. Each field is a keyword of `shardmuon.Muon`; the docstring of `Muon` explains it.
 
     Raises:
         ValueError: An option is invalid.
@@ -144,8 +145,8 @@ class MuonConfig:
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
 
     def stored(self) -> str:
-        """Format the options in `STORED` that differ from their defaults. The text is empty if there are none, or if
-        the only one is fp32 momentum."""
+        """Format the options in `STORED` that differ from their defaults. Return an empty string if there are no such
+        options, or if fp32 momentum is the only one."""
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
@@ -154,12 +155,13 @@ class MuonConfig:
         return Chooser(self.method, self.ns_dtype)
 
     def text(self) -> str:
-        """Format the options that must be equal on all ranks (all except `momentum_device`), without defaults."""
+        """Format the options that differ from their defaults, without `momentum_device`, which is the only option that
+        can differ between ranks."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
     def text_with(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Format the non-default options and, for each group, the options of the algorithm that it uses (Muon or AdamW)
-        and keys that other code, such as a scheduler, has stored."""
+        """Format the options that differ from their defaults and, for each group, the options of the algorithm that
+        updates the group (Muon or AdamW) and the keys that other code, such as a scheduler, has stored in the group."""
         lines = [f"    {key}: {value}" for key, value in self.changed().items()]
         quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
         for index, group in enumerate(groups):
@@ -176,16 +178,16 @@ CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-# The factor on lr for a rows x cols matrix. docs/learning_rate.md explains the formulas, and which other libraries use
-# the same names for different formulas.
+# Value of `adjust_lr_fn` -> function that computes the factor on lr for a rows x cols matrix. docs/learning_rate.md
+# explains the formulas, and lists libraries that use the same names for other formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
-    # Keller Jordan's Muon; torch.optim.Muon "original"
+    # the scale of Keller Jordan's Muon, and of torch.optim.Muon with "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
-    # Moonlight, arXiv 2502.16982; torch.optim.Muon "match_rms_adamw"
+    # the scale of Moonlight (arXiv 2502.16982), and of torch.optim.Muon with "match_rms_adamw"
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    # Emerging-Optimizers, Megatron-LM and TransformerEngine "spectral"
+    # the scale that Emerging-Optimizers, Megatron-LM and TransformerEngine call "spectral"
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
-    # Emerging-Optimizers "unit_rms_norm"
+    # the scale that Emerging-Optimizers calls "unit_rms_norm"
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
@@ -195,15 +197,16 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "transposed": False,
 }
-# Process groups of plain tensors. Checkpoints do not contain them, because they may be loaded with another sharding.
+# Options whose values are process groups, used for plain tensors. Checkpoints do not contain these options, because a
+# checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
     **VIEW_DEFAULTS,
     **dict.fromkeys(PLACE_OPTIONS),
 }
-# Kept out of `optimizer.defaults`, because CyclicLR and OneCycleLR would cycle betas[0] instead of momentum if they
-# found "betas" in it.
+# Must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change betas[0] instead of
+# momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 _MUON_OPTIONS = (
     "momentum",
@@ -215,7 +218,8 @@ _MUON_OPTIONS = (
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
-# Keys that users may mistake for group options. The value is the rest of the error message, which says what to write.
+# Keys that are not group options, but that users are likely to write in a group. Each value is the part of the error
+# message that follows the key.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
@@ -237,19 +241,21 @@ ELSEWHERE = {
     ),
     "split_dim": "is told by transposed=True: splits are of outputs, which are columns then",
 }
-# Keys that other code stores in a group: torch's learning-rate schedulers, timm's layer-wise learning-rate decay.
+# Keys that torch itself, torch's learning-rate schedulers and timm's layer-wise learning-rate decay store in a group.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
 
 @cache
 def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
-    """Return the factor on the learning rate of a matrix with the global (never a shard's) shape rows x cols."""
+    """Return the factor on the learning rate of a matrix. rows x cols is the global shape of the matrix, never the
+    shape of a shard."""
     return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 
 def _check_keys(where: str, given: Iterable[str]) -> None:
-    """Raise ValueError for a misspelled or misplaced option among a group's keys. The message starts with `where`.
-    Unknown keys that resemble no option, such as a scheduler's, are allowed."""
+    """Raise ValueError if a group's keys contain a misspelled option or an option that does not belong in a group. The
+    message starts with `where`. Unknown keys that do not resemble an option, such as keys of a scheduler, are
+    allowed."""
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
@@ -261,7 +267,8 @@ def _check_keys(where: str, given: Iterable[str]) -> None:
 
 
 def unknown_keyword(key: str) -> TypeError:
-    """Build the TypeError for a keyword that `Muon` does not have. Its message says what to write instead."""
+    """Build the TypeError for a keyword that `Muon` does not have. If possible, the message suggests the right keyword
+    or option."""
     text = f"Muon.__init__() got an unexpected keyword argument {key!r}"
     if key in ELSEWHERE:
         return TypeError(f"{text}: {key} {ELSEWHERE[key]}")
@@ -271,7 +278,8 @@ def unknown_keyword(key: str) -> TypeError:
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """Return `lr`. It has no default, since no value suits every model. `where` names the function that takes `lr`.
+    """Return `lr` after checking that it was given. No default value would be suitable for every model. The message
+    starts with `where`, the name of the function that takes `lr`.
 
     Raises:
         TypeError: `lr` is None.
@@ -284,14 +292,15 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     return lr
 
 
-SETS = (set, frozenset, WeakSet)  # each process may iterate over their elements in another order
+SETS = (set, frozenset, WeakSet)  # their iteration order can differ between processes
 
 
 def refuse_sets(where: str, given: object, write: str) -> None:
-    """Raise TypeError if parameters are given in a set. The message starts with `where` and suggests `write` instead.
+    """Raise TypeError if `given` is a set of parameters. The message starts with `where` and suggests `write` instead
+    of a set.
 
-    Ranks match parameters by position, but the order of a set differs between processes, so that shards of different
-    matrices would be combined.
+    Ranks match parameters by position. Since the order of a set differs between processes, ranks would combine shards
+    of different matrices.
     """
     if isinstance(given, SETS):
         raise TypeError(
@@ -301,9 +310,10 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 
 
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first invalid option of a group. The message starts with `where`. Values of both Muon's
-    and AdamW's options are checked in every group, since `use_muon` may change later."""
-    # a missing option must raise here; in the AdamW step it would raise after matrices have changed
+    """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
+    Muon and AdamW are checked in every group, since users can change `use_muon` later."""
+    # raises KeyError for a missing option before anything changes; otherwise the error would occur in the AdamW step,
+    # after matrices have changed
     needed = {key: group[key] for key in ("lr", "weight_decay")}
     _check_values(where, {**needed, **group})
     if not group.get("use_muon", True):
@@ -323,8 +333,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------ a group in one step
 
-# Types of option values that cannot be changed in place. A group with values of other types, such as tensors or lists,
-# is read again in every step.
+# Immutable types of option values. Settings of groups that contain other types, such as tensors or lists, cannot be
+# cached, because such values can change in place.
 _LASTING = {type(None), bool, int, float, str, tuple, GroupRef}
 
 
@@ -334,13 +344,14 @@ class Settings:
 
     Attributes:
         lr: Learning rate as a float.
-        given_lr: Learning rate as it is in the group: a float or a tensor.
-        coefficients: (a, b, c) of each Newton-Schulz step.
-        cautious: True if weights decay only where decay does not work against the update.
+        given_lr: The group's learning rate as the user set it: a float or a tensor.
+        coefficients: One triple (a, b, c) for each Newton-Schulz step.
+        cautious: True if a weight decays only where its decay and its update have the same direction.
         stages: Stages of the group's variant.
-        view: Options that define which matrices a parameter holds.
-        batch: Text of the options that must be equal for all matrices of a batch, and on all ranks that share a plan.
-        planned: Text of the options that a plan depends on: `batch`, `view`, and this rank's process groups.
+        view: The options that define which matrices a parameter holds (`VIEW_DEFAULTS`).
+        batch: Printed form of the options that must be equal for all matrices of a batch, and on all ranks that share a
+            plan.
+        planned: Printed form of the options on which a plan depends: `batch`, `view`, and the group's process groups.
     """
 
     lr: float
@@ -358,7 +369,7 @@ class Settings:
 
     @classmethod
     def of(cls, group: Group) -> Settings:
-        """Read the settings of a group for one step."""
+        """Make the settings from a group's current options."""
         view, stages = {key: group[key] for key in VIEW_DEFAULTS}, stages_of(group)
         coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
         batch = f"{coefficients} {''.join(map(repr, stages))}".replace(" ", "")
@@ -379,8 +390,8 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """Format the settings for comparison between ranks."""
-        # fp64 is the precision of a Python float, so an fp64 tensor has the same text as a float
+        """The settings as a string, for comparison between ranks."""
+        # an fp64 tensor is formatted like a Python float, since both have the same precision
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (
             f"lr={self.lr}{'' if kind == torch.float64 else f' ({kind})'} weight_decay={self.weight_decay} "
@@ -390,8 +401,8 @@ class Settings:
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
-    """Determine the matrices of a parameter from its group's options. Raises ValueError with the parameter's name if
-    the options do not fit its shape."""
+    """Determine the matrices of a parameter from the options of its group. Raises ValueError, with the parameter's
+    name, if the options do not match the parameter's shape."""
     engine: Engine | None = None
     shape: Ints = ()
     try:
@@ -400,13 +411,14 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
         return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            # the global shape is not known yet, so the options are checked when a plan is made
+            # the global shape is unknown until a plan is made, so the options are checked then
             return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
         raise ValueError(f"{name}: {wrong}") from None
 
 
 class OptionsReader:
-    """Reader of an optimizer's groups. Caches each group's settings until its options change."""
+    """Reader of the options of an optimizer's groups. Caches the settings of each group until the group's options
+    change."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[tuple[object, ...], Settings | None]] = []
@@ -431,16 +443,16 @@ class OptionsReader:
 
 
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Add missing options to a group, in place: both Muon's and AdamW's, since `use_muon` may change later."""
+    """Add missing options of both Muon and AdamW to a group, in place, since users can change `use_muon` later."""
     for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
         if key != "differentiable":  # torch.optim.Optimizer sets this option itself
             group.setdefault(key, value)
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a saved group's options (`theirs`) over those of the optimizer's group (`mine`). If the saved group has no
-    variant, the optimizer's variant stays: missing stage state then raises an error, instead of the variant being
-    dropped silently."""
+    """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), except
+    that `variant` is kept if the saved group has none. The state that the variant needs is then missing, which raises
+    an error. Otherwise the variant would be dropped silently."""
     group = {**mine, **theirs}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
@@ -448,18 +460,18 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 
 def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a param group given by the caller, with its parameters in a list, its process groups as `GroupRef`s and all
-    options, and check it.
+    """Copy and check a parameter group that the user has passed. In the copy, parameters are in a list, process groups
+    are converted to `GroupRef`s, and missing options have default values.
 
     Args:
         known: The groups that the optimizer already has.
-        param_group: The group as it was given.
+        param_group: The group as the user passed it.
         defaults: The optimizer's defaults.
 
     Raises:
-        TypeError: The group is not a dict, its parameters are in a set, or one is not a tensor or has an integer or
-            complex dtype.
-        ValueError: An option or a parameter does not fit, or a value is not a process group that has this rank.
+        TypeError: The group is not a dict, its parameters are in a set, or a parameter is not a tensor or has an
+            integer or complex dtype.
+        ValueError: An option or a parameter is invalid, or this rank is not in one of the process groups.
     """
     if not isinstance(param_group, dict):
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
@@ -475,7 +487,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
 
 
 def _check_group(known: Sequence[Group], group: Group, given: Collection[str], defaults: Mapping[str, Any]) -> None:
-    """Check a completed group of which the caller set the keys `given`."""
+    """Check a group to which `complete` has added missing options. `given` are the keys that the user has set. Raises
+    TypeError or ValueError."""
     index = len(known)
     params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
@@ -487,7 +500,8 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
     _check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
-    # a group with all of Muon's options comes from another optimizer's `param_groups`, so they were not set by hand
+    # a group with all of Muon's options was copied from another optimizer's `param_groups`, so the user did not set
+    # these options by hand
     own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
     meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
     unset = {*PLACE_OPTIONS}.difference(given)

@@ -1,11 +1,13 @@
-"""Formatting of messages and reports: suggestions for misspelled names, tables, shortened lists."""
+"""Functions that format parts of messages and reports: suggestions for misspelled names, tables, and shortened
+lists."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-# Other libraries' names (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel) for our options.
+# Names that other libraries (DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel) use for options ->
+# names of the same options in this package.
 _SPELLINGS = {
     "mu": "momentum",
     "heads": "split_sizes",
@@ -25,15 +27,15 @@ _SPELLINGS = {
 
 
 def did_you_mean(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str:
-    """Format a suggestion to append to a message: the allowed name that other libraries call `key`, or the one closest
-    in spelling; an empty string if none is close."""
+    """Format a suggestion to append to an error message: the allowed name of the option that other libraries call
+    `key`, or else the allowed name that is closest to `key` in spelling. Return an empty string if no name is close."""
     known = _SPELLINGS.get(key)
     close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def table(
-    rows: Iterable[Sequence[str]],  # all of the same length; the first row is the header
+    rows: Iterable[Sequence[str]],  # rows of equal length, the header first
 ) -> str:
     """Format a table with aligned columns and a line of dashes under the header."""
     header, *body = rows
@@ -43,6 +45,6 @@ def table(
 
 
 def listed(names: Sequence[str]) -> str:
-    """Format the first three names and the number of remaining ones, as in "a, b, c, 4 more"."""
+    """Format the first three names and the number of remaining names, as in "a, b, c, 4 more"."""
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
     return ", ".join([*names[:3], *more])

@@ -1,9 +1,9 @@
-"""Variants of Muon: computations (stages) that are added before or after the orthogonalization, or after the update of
-the weights. Each variant has a row in `VARIANTS`; the docstring of each stage has its formula and source.
+"""Variants of Muon. A variant adds computations, called stages, before the orthogonalization, after it, or after the
+update of the weights. `VARIANTS` lists all variants; the docstring of each stage gives its formula and source.
 
-A group's `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages before the orthogonalization
-run first, then stages after it, then stages on weights. Stages of one kind run in the order in which the variants are
-named.
+A group's option `variant` names one variant, or several joined by "+" ("muon_eq+normuon"). Stages before the
+orthogonalization run first, then stages after the orthogonalization, then stages on weights. Stages at the same place
+run in the order in which `variant` names them.
 
 [Note: stages]
     A step of Muon updates the momentum, orthogonalizes it, and updates the weights. A stage runs at one of three
@@ -13,41 +13,41 @@ named.
     after     on the orthogonalized matrix, on its owner, before it is multiplied by the learning rate
     weights   on the updated weights: the stage gets the norm of each whole matrix and returns a factor for each
 
-    The owner of a matrix is the rank that orthogonalizes it, so it has the whole matrix however weights are sharded. A
-    stage before the orthogonalization reads the matrix itself; a stage after it reads the norm of the matrix or of its
-    rows or columns. Therefore these stages need no knowledge of shards and no communication, and they give the same
-    bits with any sharding.
+    The owner of a matrix is the rank that orthogonalizes it, so this rank has the whole matrix with any sharding. A
+    stage before the orthogonalization reads the elements of the matrix. A stage after the orthogonalization reads the
+    norm of the matrix, or the norms of its rows or columns. Therefore these two kinds of stages do not depend on
+    shards, need no communication, and give the same bits with any sharding.
 
 [Note: what a stage keeps]
-    A stage that runs after the orthogonalization or on weights may store `num_kept` fp32 numbers per matrix from one
-    step to the next. They are optimizer state under the stage's `key`: a tensor of shape (number of stacked matrices or
-    1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these numbers, so that any of
-    these ranks can become the owner (under another plan, with another sharding, or from a checkpoint). If `travels` is
-    True, owners send the changed numbers to the other ranks, bit for bit, in the same exchange as the results. State
-    that all ranks compute identically, such as that of stages on weights, is not sent. Stages with the same `key` share
-    their state.
+    A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix from one
+    step to the next. These numbers are in the optimizer's state, under the stage's `key`, as a tensor of shape (number
+    of stacked matrices or 1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these
+    numbers, so that any of these ranks can become the owner under another plan, with another sharding, or after a
+    checkpoint is loaded. If the stage's `travels` is True, the owner sends the changed numbers to the other ranks, bit
+    for bit, in the same exchange as the results. State that all ranks compute identically, such as the state of stages
+    on weights, is not sent. Stages with the same `key` share their state.
 
 [Note: to add one]
-    A new stage requires changes in six files. Besides this file, read one example in it: `HyperballUpdate` for a factor
-    per matrix, `NorMuon` for a factor per row or column, `MuonEq` for a stage before the orthogonalization,
-    `HyperballWeight` for a stage on weights. Add rows at the end of each table.
+    A new stage requires changes in five files. Use a class in this file as an example: `HyperballUpdate` for a factor
+    per matrix, `NorMuon` for a factor per row or column, `MuonEq` for a stage before the orthogonalization, or
+    `HyperballWeight` for a stage on weights. Add new rows at the end of each table.
     1. In this file, a subclass of `BeforeStage`, `AfterStage` or `WeightStage`; a frozen dataclass if it has fields,
        because its `repr` must show them. Its docstring gives the formula, the source ("ours" if nobody published it),
        and the differences from the source. The lines of an `AfterStage` are the rows of tall matrices and the columns
        of wide ones; `scaled_` supports no others.
     2. A row in `VARIANTS`, at the end of this file: the name that users write, and the stages.
     3. A row in `FORMULAS` (auditing/reference.py) for each stage: the same formula in fp64, written independently.
-    4. A row in `CASES` (tests/variant_cases.py). Start with placeholders: (0, 0) launches and any name for the audit's
-       finding. The failing tests then print the right values.
+    4. A row in `CASES` (tests/variant_cases.py). Start with placeholders: (0, 0) for the numbers of launches, and any
+       name for the audit's finding. The failing tests then print the correct values.
     5. A row in the first table of docs/variants.md (source: a link, or "ours"). If the stage changes the size of
-       updates, say there what lr and the default adamw_lr then mean.
+       updates, explain in that file how this affects lr and the default adamw_lr.
     6. A line in CHANGELOG.md.
 
     `pytest -k "<name> or <Stage>" tests/variants tests/auditing tests/step/test_cuda_shape.py` shows in a minute
-    whether the stage works. The other tests read these tables, too. They check the formula, matrices of zeros, that a
-    matrix gets the same bits alone and in a batch, layouts, checkpoints, audits and accelerators, and that audits
-    notice if the stage is skipped. Steps, plans, checkpoints and `shardmuon verify` have no code for particular
-    variants: they use only the attributes that a stage declares.
+    whether the stage works. Many other tests also run for each row of these tables. They check the formula, matrices of
+    zeros, layouts, checkpoints, audits and accelerators. They also check that a matrix gets the same bits alone and in
+    a batch, and that an audit finds a step that skips the stage. Steps, plans, checkpoints and `shardmuon verify`
+    contain no code for particular variants, because they use only the attributes that a stage declares.
 """
 
 from __future__ import annotations
@@ -64,28 +64,29 @@ from shardmuon._torch import foreach_copy_, foreach_norm
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # (count, size or more)
-    """Allocate rows of uninitialized numbers in at least fp32. Each row starts at a multiple of 64 bytes, which are 16
-    fp32 elements."""
+def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # returns shape (count, size plus padding)
+    """Allocate uninitialized rows, with the dtype of `like` but at least fp32. Rows are padded so that each starts at a
+    multiple of 64 bytes."""
     wide = torch.promote_types(like.dtype, torch.float32)
     return torch.empty(count, -(-size // 16) * 16, dtype=wide, device=like.device)
 
 
 class Norms:
-    """Norms of the matrices of a batch and of their lines, in at least fp32, computed from one read of each matrix.
+    """Norms of the matrices of a batch, and optionally of their lines, in at least fp32. Each matrix is read only once.
 
     Lines are the rows of a matrix with rows >= cols, else its columns. A tensor of norms has one number per matrix,
-    (B, 1), or one per line, (B, P). P is the number of lines, padded so that the numbers of each matrix start at a
-    multiple of 64 bytes: kernels sum in another order where memory is not aligned. The padding is uninitialized. All
-    other operations on these numbers are elementwise and round in the same way at any position in a vector.
+    with shape (B, 1), or one number per line, with shape (B, P). P is the number of lines plus padding, so that the
+    numbers of each matrix start at a multiple of 64 bytes: if memory is not aligned, kernels sum in another order. The
+    padding is uninitialized. Except for sums, all operations on these numbers are elementwise and round in the same way
+    at any position in a vector.
 
     Args:
-        x: (B, rows, cols), not written to. Each matrix is summed separately, so that its bits do not depend on the rest
-            of the batch.
+        x: The matrices, (B, rows, cols), unchanged. Each matrix is summed separately, so that the bits of its norm do
+            not depend on the rest of the batch.
         of_lines: True to compute `means` as well.
 
     Attributes:
-        means: (B, P), the mean square of the elements of each line; None without `of_lines`.
+        means: (B, P), the mean square of the elements of each line; None if `of_lines` is False.
         shape: (B, rows, cols).
         num_lines: Number of lines per matrix.
     """
@@ -105,28 +106,30 @@ class Norms:
         self.means = means.square_().mul_(1 / self._side)
 
     @property
-    def whole(self) -> Tensor:  # (B, 1)
+    def whole(self) -> Tensor:  # returns shape (B, 1)
         """The Frobenius norm of each matrix (not squared)."""
         if self._whole is None:
             assert self.means is not None, "one of the two is known"
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (B, P) each, not negative -> (B, 1) each
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) -> tensors (B, 1)
         """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
-    def scale_(self, factor: Tensor) -> None:  # (B, 1) or (B, P)
-        """Multiply these norms by the factor by which the matrices, or their lines, are multiplied."""
+    def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
+        """Update these norms for matrices that are multiplied by `factor`, which has one number per matrix or per
+        line."""
         if self.means is not None:
             self.means = factor.square() * self.means
         of_lines = factor.shape[1] > 1
         self._whole = None if of_lines or self._whole is None else self._whole * factor
 
     def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
-        """Stack the state tensors of all matrices into one tensor: (B, num_kept), or (B, P) if `of_lines`."""
+        """Stack the state tensors of all matrices into one tensor, with shape (B, num_kept), or (B, P) if
+        `of_lines`."""
         if not of_lines:
             return torch.stack(list(rows))
         found = _aligned_rows(len(rows), self.num_lines, rows[0])
@@ -135,7 +138,7 @@ class Norms:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return the tensor itself if its memory starts at a multiple of 64 bytes, else a copy whose memory does."""
+    """Return the tensor itself if its memory starts at a multiple of 64 bytes, else a copy in aligned memory."""
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
@@ -143,11 +146,11 @@ def _line_norms(
     x: Tensor,  # (B, m, n), not written to
     dim: int,  # -1: norms of rows; -2: norms of columns
     out: Tensor | None = None,
-) -> Tensor:  # (B, m) or (B, n), at least fp32
-    """Euclidean norms of rows or columns, accumulated in at least fp32.
+) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
+    """Compute the Euclidean norms of rows or columns, accumulated in at least fp32.
 
-    On CPUs, `vector_norm` along a dim that is not the last one in memory takes five to ten times as long as a sum. In
-    this case, the norm is computed from a sum of squares.
+    On CPUs, `vector_norm` along a dim whose elements are not adjacent in memory takes five to ten times as long as a
+    sum along this dim. In this case, the function computes the norm from a sum of squares.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     last_in_memory = -1 if x.is_contiguous() else -2
@@ -161,13 +164,13 @@ def _line_norms(
 
 
 class Stage:
-    """Base class of stages, the computations that variants add to a step. Stages with equal `repr` count as equal, when
-    ranks compare their stages and when matrices with equal stages are put into one batch.
+    """Base class of stages, the computations that variants add to a step. Stages with equal `repr` are treated as
+    equal: ranks compare stages by `repr`, and matrices can share a batch only if the `repr`s of their stages are equal.
 
     Attributes:
         key: Key of the stage's state in the optimizer's state; "" for a stage without state.
         travels: True if the owner of a matrix changes the state and sends it to every other rank that stores it.
-        decays: False if the stage undoes what weight decay does, so that the two cannot be combined.
+        decays: False if the stage cancels the effect of weight decay, so that it cannot be combined with weight decay.
     """
 
     key: ClassVar[str] = ""
@@ -183,29 +186,32 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """Stage on the input of the orthogonalization, without state. It runs on whole matrices of one shape."""
+    """Stage that transforms the input of the orthogonalization, whole matrices of one shape. Such a stage has no
+    state."""
 
     def run_(
         self,
-        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere
+        x: Tensor,  # shape (1, rows, cols) on a CPU, (B, rows, cols) with aligned matrices on other devices
     ) -> None:
-        """Transform the matrices in place, and scale each to Frobenius norm 1, so that the orthogonalization need not.
+        """Transform the matrices in place, and scale each matrix to Frobenius norm 1, so that the orthogonalization
+        does not normalize them again.
 
-        Implementations must sum each matrix separately, so that its bits do not depend on the rest of the batch. They
-        must not wait for the device, and must leave matrices of zeros unchanged.
+        Implementations must sum each matrix separately, so that the bits of a matrix do not depend on the rest of the
+        batch. They must not wait for an accelerator, and must leave matrices of zeros unchanged.
         """
         raise NotImplementedError
 
 
 class AfterStage(Stage):
-    """Stage on the orthogonalized matrix: multiplies each matrix, or each of its lines, by a factor. Lines are the rows
-    of a matrix with rows >= cols, else its columns.
+    """Stage that multiplies each orthogonalized matrix, or each line of the matrix, by a factor. Lines are the rows of
+    a matrix with rows >= cols, else its columns.
 
     The factors of all stages after the orthogonalization are computed from one read of the matrix and applied in one
     pass (`scaled_`).
 
     Attributes:
-        of_lines: True if the factor and the state have one number per line. False: the factor has one per matrix.
+        of_lines: True if the factor and the state have one number per line. False if the factor has one number per
+            matrix.
     """
 
     of_lines: ClassVar[bool] = False
@@ -217,19 +223,19 @@ class AfterStage(Stage):
     ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
 
-        Implementations must not wait for the device. The factor must be finite for a matrix of zeros, which stays zero.
-        Matrices with NaN or Inf need no special care, because their elements stay NaN or Inf.
+        Implementations must not wait for an accelerator. For a matrix of zeros, the factor must be finite, so that the
+        matrix stays zero. Matrices with NaN or Inf need no special care, because their elements stay NaN or Inf.
 
         `norms.shape` is (B, rows, cols). `norms.whole` (B, 1) is the Frobenius norm of each matrix (not squared). If
         `of_lines`, `norms.means` (B, P) has the mean square of each line's elements, where P is the number of lines
-        plus padding, and `norms.sums(means)[0]` (B, 1) adds up the lines of each matrix. `_over(a, b)` is a / b for
-        tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for example, return
-        ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
+        plus padding, and `norms.sums(means)[0]` (B, 1) is the sum of `means` over the lines of each matrix. `_over(a,
+        b)` is a / b for tensors (B, 1), and 1 where the quotient is not finite. To give all matrices the norm 0.5, for
+        example, return ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
         """
         raise NotImplementedError
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
-        """Apply this stage alone to a copy of the matrices in at least fp32, and return the copy."""
+        """Apply only this stage to a copy of the matrices in at least fp32, and return the copy."""
         out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
         return out
@@ -240,8 +246,8 @@ def scaled_(
     x: Tensor,  # (B, rows, cols), scaled in place
     kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
 ) -> None:
-    """Apply several stages, one after the other, in two passes over the matrices: the first computes norms, the second
-    multiplies by the product of all factors. Zeros stay zeros."""
+    """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
+    the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
     norms = Norms(x, any(stage.of_lines for stage in stages))
     total: Tensor | None = None
     for stage in stages:
@@ -259,18 +265,18 @@ def scaled_(
         )
 
 
-def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # (B, 1) each
-    """Divide numbers by norms. The result is 1 where the quotient is NaN or infinite, which happens for matrices of
-    zeros and for matrices with NaN or Inf."""
+def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # all three have shape (B, 1)
+    """Divide numbers by norms. Quotients that are NaN or infinite, as for matrices of zeros or matrices with NaN or
+    Inf, are replaced by 1."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
 
 
 class WeightStage(Stage):
-    """Stage on weights after the update. A variant has at most one. A single reduction per step computes the norms of
-    all matrices.
+    """Stage that multiplies each matrix of weights by a factor after the update. A variant has at most one such stage.
+    A single reduction per step and set of ranks computes the norms of all matrices.
 
-    The state is one number per matrix: the norm before the first step, or 0 while it is not known. Every rank computes
-    the state from the same bits, so it is not sent.
+    The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
+    The state is not sent between ranks, because every rank computes it from the same bits.
     """
 
     travels: ClassVar[bool] = False
@@ -282,60 +288,60 @@ class WeightStage(Stage):
         self,
         norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices after the update, the same bits on every rank
         kept: Tensor,  # (N, 1), fp32: the stage's state, updated in place
-    ) -> Tensor:  # (N,), fp64
+    ) -> Tensor:  # returns one fp64 factor per matrix, (N,)
         """Compute the factor by which each matrix is multiplied; 1 leaves a matrix unchanged."""
         raise NotImplementedError
 
 
 # --------------------------------------------------------------------------------------------------------------- MuonEq
 
-# Between these bounds, fp32 computes the norm of a row accurately. A square that underflows is below 2^-126, so 2^20
-# such squares add up to less than 2^-26 of a squared norm, which is above 2^-80. At the upper end, 2^80 is far from
-# overflow.
+# Bounds between which fp32 computes the norm of a row accurately. Squares of elements that underflow are below 2^-126,
+# so 2^20 of them add up to less than 2^-106, which is less than 2^-26 of a squared norm above 2^-80. Squared norms
+# below the upper bound, 2^80, are far from overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
 class MuonEq(BeforeStage):
-    """MuonEq's scaling of all rows to the same norm before the orthogonalization. For each row N_i of the matrix N to
+    """Scaling of all rows to the same norm before the orthogonalization (MuonEq). For each row N_i of the matrix N to
     be orthogonalized (the momentum):
 
         N_i <- N_i / (||N_i|| sqrt(m))    with m the number of nonzero rows
 
-    Source: https://arxiv.org/abs/2603.28254, its default form R, as in nanochat (nanochat/optim.py). nanochat preserves
-    the mean norm of the rows, which makes no difference: the result of the orthogonalization depends only on the ratios
-    of the norms. nanochat clamps row norms at 1e-6, although rows of small gradients have smaller norms; this class
-    leaves only rows of zeros unscaled.
+    Source: https://arxiv.org/abs/2603.28254, in the paper's default form "R" (rows), which nanochat also uses
+    (nanochat/optim.py). Two details differ from nanochat. nanochat preserves the mean norm of the rows, but the result
+    of the orthogonalization depends only on the ratios of the norms. nanochat also clamps row norms at 1e-6, although
+    rows of small gradients can have smaller norms; this class scales all rows except rows of zeros.
     """
 
     def run_(self, x: Tensor) -> None:
-        if x.device.type == "cpu":  # this fast path saves 3% of a step at d=384 with fp32 products, 6% with bf16
-            norms = _line_norms(x, -1)  # (1, m)
+        if x.device.type == "cpu":  # fast path: saves 3% of a step at d=384 with fp32 products
+            norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
-            if float(low) > _LOW and float(high) < _HIGH:  # False if any norm is NaN or 0 (zeros or underflow)
+            if float(low) > _LOW and float(high) < _HIGH:  # False if any norm is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
                 return
         _unit_anyway_(x)
 
 
-def _unit_anyway_(x: Tensor) -> None:  # (B, m, n)
-    """Divide each row by its norm and by the square root of the number of nonzero rows, in place. Works for values of
-    any magnitude, and without a host-device sync.
+def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
+    """Divide each row by its norm and by the square root of the number of nonzero rows, in place. Correct for values of
+    any magnitude; does not synchronize with the device.
 
-    Each row is first divided by a power of two, which is exact: its largest magnitude is then 0 or between 1 and 2 (for
-    rows of subnormal numbers, at least 2^-23, or 2^-52 in fp64). This takes two reads of x and two passes that rewrite
-    it, all in x's own dtype; summing in fp64 would need an fp64 copy of x. Each matrix is summed separately, so that
-    its bits do not depend on the rest of the batch; elementwise operations process the whole batch.
+    Each row is first divided by a power of two. This division is exact, and it brings the largest magnitude in the row
+    to 0 or to a number between 1 and 2 (for rows of subnormal numbers, at least 2^-23, or 2^-52 in fp64). The function
+    reads x twice and rewrites it twice, without a copy of x; summing in fp64 would need an fp64 copy. Each matrix is
+    summed separately, so that the bits of a matrix do not depend on the rest of the batch.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    # The norms of each matrix start at a multiple of 64 bytes, because they are summed below, and kernels sum in
-    # another order where memory is not aligned. The padding is uninitialized.
+    # The norms of each matrix must start at a multiple of 64 bytes: they are summed below, and kernels sum in another
+    # order if memory is not aligned. The padding is uninitialized.
     count, rows = x.shape[:2]
     room = _aligned_rows(count, rows, x).unsqueeze(-1)
-    norms = room.narrow(1, 0, rows)  # (B, m, 1): 0 only for rows of zeros
+    norms = room.narrow(1, 0, rows)  # shape (B, m, 1); a norm is 0 only for a row of zeros
     _norms_into(norms, x, -1)
-    # The square root of the number of nonzero rows is the norm of a vector with the value `least` for each such row,
-    # divided by `least`. It is NaN if any norm is NaN.
+    # The square root of the number of nonzero rows is computed as the norm of a vector that has the value `least` for
+    # each nonzero row and 0 for each row of zeros, divided by `least`. The root is NaN if any norm is NaN.
     least = torch.finfo(wide).eps
     root = torch.empty(count, 1, 1, dtype=wide, device=x.device)
     _norms_into(root, room.clamp(max=least).narrow(1, 0, rows), -2)
@@ -343,19 +349,19 @@ def _unit_anyway_(x: Tensor) -> None:  # (B, m, n)
 
 
 def _norms_into(
-    out: Tensor,  # (B, m, 1) or (B, 1, 1), overwritten
-    x: Tensor,  # (B, m, n)
+    out: Tensor,  # shape (B, m, 1) or (B, 1, 1), overwritten
+    x: Tensor,  # B matrices, (B, m, n)
     dim: int,
 ) -> None:
-    """Write the Euclidean norms along a dim to `out`, one matrix at a time."""
+    """Write the Euclidean norms of x along a dim to `out`, one matrix at a time."""
     for found, matrix in zip(out.split(1), x.split(1), strict=True):
         torch.linalg.vector_norm(matrix, dim=dim, keepdim=True, dtype=out.dtype, out=found)
 
 
-def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; overwritten
-    """Round each number down to a power of two by masking its mantissa bits, but at least to the smallest normal
-    number. Infinity and NaN become infinity, so that dividing a row by the result leaves a NaN in rows with either of
-    them."""
+def _power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64, overwritten
+    """Round each number down to a power of two by masking its mantissa bits; numbers below the smallest normal number
+    become the smallest normal number. Infinity and NaN become infinity. Dividing a row that contains infinity or NaN by
+    the result therefore leaves a NaN in the row."""
     bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
     size.view(bits).bitwise_and_(mask)
     return size.clamp_(min=torch.finfo(size.dtype).tiny)
@@ -365,7 +371,8 @@ def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; overwr
 
 
 class NorMuon(AfterStage):
-    """NorMuon's scaling of the rows (or columns) of an orthogonalized matrix O (m x n), with v starting at zero:
+    """Scaling of the rows or columns of an orthogonalized matrix O (m x n) by a running average v of their mean
+    squares, which starts at zero (NorMuon):
 
         v   <- beta2 v + (1 - beta2) mean(O^2)    along columns (m numbers) where m >= n, else along rows (n numbers)
         O'  =  O / sqrt(max(v, 1e-10))
@@ -373,9 +380,10 @@ class NorMuon(AfterStage):
 
     Source: Li et al. 2025, https://arxiv.org/abs/2510.05491, in the form of nanochat (nanochat/optim.py,
     `muon_step_fused`), which takes means over the shorter dim. The reason is that orthogonalization gives equal norms
-    to the columns of a tall matrix but not to its rows, and the reverse for a wide matrix. dion (dion/normuon.py)
-    always takes the mean along columns, divides by sqrt(v) + 1e-8, and restores the norm of each shard of a sharded
-    matrix. v needs no bias correction, because the norm is restored.
+    to the columns of a tall matrix but not to its rows, and equal norms to the rows of a wide matrix but not to its
+    columns. In contrast, dion (dion/normuon.py) always takes the mean along columns, divides by sqrt(v) + 1e-8, and
+    restores the norm of each shard of a sharded matrix. v needs no bias correction, because the norm of the whole
+    matrix is restored.
 
     Attributes:
         beta2: Weight of the previous value in the running average v, as in nanochat and the paper.
@@ -392,8 +400,8 @@ class NorMuon(AfterStage):
         means = norms.means
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
-        floored = kept.to(means.dtype).clamp(min=1e-10)  # as in nanochat
-        # ||O||^2 and ||O'||^2 are proportional, by the same factor, to the sums of the lines' mean squares
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # the bound that nanochat uses
+        # ||O||^2 and ||O'||^2 are the sums over lines of the mean squares, both times the same constant
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
 
@@ -402,12 +410,12 @@ class NorMuon(AfterStage):
 
 
 class HyperballUpdate(AfterStage):
-    """Scaling of the update O to R, the norm at which `HyperballWeight` keeps the weights: O <- R O / ||O||_F.
+    """Scaling of the update O to the norm R, at which `HyperballWeight` keeps the weights: O <- R O / ||O||_F.
 
-    State: one fp32 number per matrix, its norm before the first step. 0 means that the norm is not known yet. This is
-    so if torch's checkpointing created the state before any step: the next step then measures the norm before it
-    updates weights. It is also so for a matrix of zeros: its next step is one of plain Muon, and the norm is measured
-    after that step.
+    The state is R, one fp32 number per matrix: the norm of the weights before the first step, or 0 while this norm is
+    unknown. R is unknown in two cases. If torch's checkpointing created the state before the first step, the next step
+    computes R before it updates the weights. If the weights are all zeros, the next step is a step of plain Muon, and R
+    is computed after this step.
     """
 
     key: ClassVar[str] = "weight_radius"
@@ -422,14 +430,15 @@ class HyperballUpdate(AfterStage):
 
 
 class HyperballWeight(WeightStage):
-    """Hyperball, which keeps the norm of each weight matrix constant. With R = ||W_0||_F:
+    """Scaling of each weight matrix to a constant norm after the update (Hyperball). With R = ||W_0||_F, the norm
+    before the first step:
 
-        W <- R (W - lr R O / ||O||_F) / || same ||_F
+        W <- R V / ||V||_F    with V = W - lr R O / ||O||_F
 
     Source: https://arxiv.org/abs/2606.16899, in the form of Emerging-Optimizers (weight_update_hooks/hyperball.py). In
     that library, the user sets one R for all matrices, each matrix is first scaled to this norm, and a matrix whose
-    norm is nearly 0 becomes 0. In this class, R is the matrix's own norm. A matrix of zeros takes one step of plain
-    Muon, and its R is the norm after this step.
+    norm is nearly 0 becomes 0. In this class, each matrix has its own R. For a matrix of zeros, the first step is a
+    step of plain Muon, and R is the norm after this step.
     """
 
     key: ClassVar[str] = HyperballUpdate.key
@@ -446,7 +455,7 @@ class HyperballWeight(WeightStage):
 
 Stages = tuple[Stage, ...]
 
-CAUTIOUS = "cautious"  # has no stage; it changes the weight decay, in `apply_` of step/update.py
+CAUTIOUS = "cautious"  # has no stage; `apply_` of step/update.py implements its weight decay
 VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
@@ -455,8 +464,8 @@ VARIANTS: dict[str, Stages] = {
 }
 
 _STAGES = tuple(itertools.chain.from_iterable(VARIANTS.values()))
-KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # state keys of all stages
-WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # state keys of weight norms
+KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # keys of the state of all stages
+WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # keys of stored weight norms
 _ALL = ", ".join(map(repr, VARIANTS))
 
 
@@ -464,7 +473,7 @@ def names_in(variant: str | None) -> tuple[str, ...]:
     """Split a group's `variant` into the names of variants; () for None, which is plain Muon.
 
     Raises:
-        ValueError: `variant` is not text, or a name is unknown or given twice. The message does not name the group.
+        ValueError: `variant` is not a string, or a name is unknown or given twice. The message does not name the group.
     """
     if variant is None:
         return ()
@@ -482,8 +491,8 @@ def names_in(variant: str | None) -> tuple[str, ...]:
 
 
 def check_variant(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a group's variants cannot be combined with each other or with its weight decay. The message
-    does not name the group."""
+    """Raise ValueError if a group's variants cannot be combined with each other or with the group's weight decay. The
+    message does not name the group."""
     names = names_in(group.get("variant"))
     for name in names:
         if all(stage.decays for stage in VARIANTS[name]):
@@ -512,7 +521,7 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """Select the stages that have state, one for each state `key` (the first). A parameter has one state tensor for
-    each of them, in this order."""
+    """Select the stages that have state, only the first stage for each `key`. A parameter has one state tensor for each
+    of the selected stages, in this order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)

@@ -1,1 +1,1 @@
-"""The optimizer step: validation, plan, and update of momentum and weights."""
+"""The optimizer step: validation of gradients and state, the plan, and the updates of momentum and weights."""

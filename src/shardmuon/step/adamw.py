@@ -1,12 +1,13 @@
-"""AdamW for parameters that are not matrices: torch's functional AdamW, applied to local shards, with torch's state
-keys.
+"""AdamW step for the groups with use_muon=False: torch's functional AdamW, applied to local shards, with the state keys
+of torch.optim.AdamW.
 
 [Note: one form of AdamW]
     On CPUs, torch's fused kernel processes a tensor in vectors of 64 bytes. It rounds the remaining elements at the end
     of the tensor differently, so results would depend on where a tensor is sharded. Therefore these elements are copied
-    to a buffer and padded with zeros, so that the kernel processes all elements in vectors. The kernel also goes
-    through memory in order and ignores strides, so tensors whose memory order differs from that of their weight are
-    copied, too. On other devices, the kernel computes each element independently. See docs/adr/0022-one-adamw-form.md.
+    to a buffer and padded with zeros, so that the kernel processes all elements in vectors. The kernel also ignores
+    strides and processes elements in the order of memory, so tensors whose memory order differs from the weight's are
+    copied in the same way. On other devices, the kernel computes each element independently. See
+    docs/adr/0022-one-adamw-form.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # largest number of bytes that the CPU kernel processes at a time (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # elements; smaller tensors are copied as a whole, not only their end
+_SMALL = 1 << 14  # elements; smaller tensors are copied as a whole
 
 
 class Row(NamedTuple):
@@ -45,9 +46,9 @@ class Row(NamedTuple):
 
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
-    state: MutableMapping[Tensor, dict[str, Any]],  # missing entries are created
+    state: MutableMapping[Tensor, dict[str, Any]],  # state of each parameter; missing entries are created
     engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
-    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> its rows, None if not known
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> rows; None: not known
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
     gradient must be redistributed to its parameter's layout. Does not synchronize with accelerators."""
@@ -61,7 +62,7 @@ def step_adamw(
         for row in rows:
             assert row is not None, "all are complete"
             param, step = row.param, row.state[STEP]
-            if not param.numel():  # an empty shard still counts steps, so that checkpoints agree on all ranks
+            if not param.numel():  # counts steps of empty shards, so that checkpoints agree on all ranks
                 step += 1
                 continue
             device = param.device
@@ -69,7 +70,7 @@ def step_adamw(
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # fills in options that the group lacks
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # adds missing options
 
 
 def _completed(
@@ -79,9 +80,9 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """Return a row for each parameter of a group that takes part in the step: parameters with a gradient, and
-    parameters that lack one only because this rank stores none of their elements. Create missing state. Collective if a
-    gradient must be redistributed to the parameter's layout."""
+    """Return a row for each parameter of a group that takes part in the step, and create missing state. A parameter
+    takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements of the
+    parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) with a parameter in this step
     found: list[Row] = []
@@ -101,8 +102,8 @@ def _completed(
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Create `step`, `exp_avg` and `exp_avg_sq` if any of them is missing, as in torch.optim.AdamW, in the parameter's
-    layout.
+    """Create `step`, `exp_avg` and `exp_avg_sq`, if any of them is missing, as torch.optim.AdamW does. The moments have
+    the parameter's layout.
 
     Deletes Muon's momentum and variant state, which would be stale if the parameter returned to Muon. A `step` left
     over from Muon is replaced, because it counts Muon's steps.
@@ -118,21 +119,21 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg, exp_avg_sq
-_Line = tuple[_Tensors, Tensor]  # one entry for each of the kernel's lists of tensors, and its step count
+_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg and exp_avg_sq of a parameter
+_Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and the step count
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
-    """Split the tensors on one device into those stepped in place and those stepped in padded copies: see
-    [Note: one form of AdamW].
+    """Split the tensors on one device into tensors that are updated in place and tensors that are updated in padded
+    copies, see [Note: one form of AdamW].
 
     Args:
         rows: Parameters on one device.
         cuts: True on CPUs, where the kernel rounds the end of a tensor differently.
 
     Returns:
-        Tensors to step in place; step counts of parameters that are stepped only in copies; copies, each with the
-        tensors to copy the results back to.
+        Tensors to update in place; step counts of parameters that are updated only in copies; copies, each with the
+        tensors that receive the results.
     """
     lines: list[_Line] = []
     uncounted: list[Tensor] = []
@@ -143,7 +144,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
         rest = numel % (_VECTOR // param.element_size()) if cuts else 0
         dense = all(map(Tensor.is_contiguous, tensors))
         if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
-            # all have the same memory order, so flat views of their memory give the same result
+            # all tensors have the same memory order, so the update of flat views of their memory gives the same result
             tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True
         if dense and not rest:
             lines.append((tensors, step))
@@ -156,14 +157,15 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             end = [t[whole:] for t in flats]
         else:
             uncounted.append(step)
-        # on CPUs, copies with equal dtypes and step counts share a buffer; elsewhere, reading a count would block
+        # on CPUs, parameters with equal dtypes and step counts share a copy; on other devices, reading a count blocks
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
 
 
 def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
-    """Concatenate the tensors of several parameters into copies that are padded with zeros to whole vectors."""
+    """Concatenate the tensors of several parameters into copies, padded with zeros to a multiple of the CPU kernel's
+    vector size."""
     first = several[0][0]
     missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
     columns = zip(*several, strict=True)
@@ -180,7 +182,8 @@ def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
-    """Take one AdamW step on parameters of one device, in place. `group` has lr, betas, eps and weight_decay."""
+    """Take one AdamW step on parameters that are on one device, in place. `group` has lr, betas, eps and
+    weight_decay."""
     lines, uncounted, copies = _lines(rows, device.type == "cpu")
     lines += [line for line, _ in copies]
     params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))

@@ -1,6 +1,6 @@
-"""Bindings. A binding is a plan together with this rank's parameters; it is cached until parameters, layouts or options
-change. This module also makes specs, the descriptions of parameters that plans are made from, both in a job and for the
-command `shardmuon plan`, which needs no job.
+"""Bindings. A binding is a plan together with this rank's parameters, cached until parameters, layouts or options
+change. This module also makes specs, the descriptions of parameters from which plans are made, both for optimizers and
+for the command `shardmuon plan`, which runs in a single process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Member(NamedTuple):
         group: Index of the parameter's group.
         name: Name of the parameter in messages.
         identity: Name of the parameter that is equal on all ranks; "" if it has none.
-        engine: The engine that gives access to the parameter's layout and local storage.
-        signature: The engine's summary of the parameter's layout when the plan was made, to notice changes.
+        engine: The object that gives access to the parameter's layout and local storage.
+        signature: The engine's summary of the parameter's layout when the plan was made. A different summary later
+            shows that the layout has changed.
     """
 
     param: Tensor
@@ -65,22 +66,22 @@ class Binding(Agreed):
         plan: Plan for the parameters of the table.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
-        planned: For each group, text of the options that the plan depends on; "" for a group that AdamW updates.
+        planned: For each group, printed form of the options on which the plan depends; "" for a group that AdamW
+            updates.
         ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
 
     Attributes:
         buckets: The buckets that this rank takes part in, in the plan's order.
         group_of: Index of each parameter's group.
         alike_members: (group, engine, dtype, device) -> indices of the parameters that share them.
-        digests: Set of ranks -> digest of the plan, which must be equal on these ranks.
+        digests: Set of ranks -> digest of the part of the plan that must be equal on these ranks.
         on_weights: Parameters with a stage on weights.
-        alike: Set of ranks -> parameters that these ranks must step in the same way. The set has all ranks that share a
-            parameter; but if ranks that store nothing of it may lack its gradient, only the ranks that store some of
-            it.
-        elsewhere: Parameters that this rank shares although it stores no elements of them, and whose gradient it may
-            lack.
-        lacking: Parameters whose gradient ranks that store nothing of them may lack.
-        bits: Parameter index -> bit in the vote that shows whether a rank has the gradient, for these parameters.
+        alike: Set of ranks -> parameters that these ranks must update in the same way. The set usually contains all
+            ranks that share the parameter. For a parameter in `lacking`, it contains only the ranks that store elements
+            of the parameter.
+        elsewhere: Parameters in `lacking` that this rank shares but of which it stores no elements.
+        lacking: Parameters whose gradient can be missing on ranks that store no elements of the parameter.
+        bits: Index of a parameter in `lacking` -> bit in the vote that shows if some rank has its gradient.
         num_bits: Number of these bits among all ranks that vote together.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
@@ -126,8 +127,8 @@ class Binding(Agreed):
         self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # cached for two selections of parameters: all of them, and those of the last step; `weight_sets` also for those
-        # with new norms
+        # the caches hold two selections of parameters, all parameters and the parameters of the last step;
+        # `weight_sets` also caches the parameters with new norms
         self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
@@ -135,13 +136,13 @@ class Binding(Agreed):
 
     @property
     def num_lacking(self) -> dict[Ranks, int]:
-        """Count, for each set of ranks, the parameters shared by these ranks whose gradients some of them may lack."""
+        """Number of parameters in `lacking` for each set of ranks that share such parameters."""
         found = {ranks: len(self.lacking.intersection(numbers)) for ranks, numbers in self.table.sets.items()}
         return {ranks: count for ranks, count in found.items() if count}
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-        """Assign a bit of the vote to each parameter whose gradient some ranks may lack. Numbers are unique among all
-        ranks that vote together. `everyone` has each rank's `num_lacking`."""
+        """Assign a bit of the vote to each parameter in `lacking`. Bits are unique among all ranks that vote together.
+        `everyone` has the `num_lacking` of each rank. Raises Unlike if a vote has too few bits."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Unlike(
@@ -155,7 +156,7 @@ class Binding(Agreed):
 
 
 class Offer:
-    """Everything that this rank brings to a plan.
+    """This rank's contribution to a plan that all ranks make together.
 
     Args:
         groups: The optimizer's groups.
@@ -184,7 +185,7 @@ class Offer:
                 with about(name):
                     if settings is None:
                         refuse_flat(p)
-                    elif p.requires_grad or p.grad is not None:  # a frozen parameter may have been given a gradient
+                    elif p.requires_grad or p.grad is not None:  # frozen parameters can have a gradient
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
@@ -193,8 +194,8 @@ class Offer:
         self.stamp = machine_stamp(where, flags=self.chooser.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's matrix products. The default on CPUs depends on hardware support, which may
-        differ from rank to rank."""
+        """Return the dtype of a parameter's matrix products. On CPUs, the default dtype depends on hardware support,
+        which can differ between ranks."""
         chooser = self.chooser
         method = "standard" if chooser.method == "auto" else chooser.method
         return chooser.dtype or default_dtype(method, chooser.device or param.device)
@@ -205,7 +206,7 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make the plan for the parameters of a table that was made from this offer."""
+        """Make the plan for the parameters of `table`, which was made from the `listed` parameters of all ranks."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -259,7 +260,7 @@ def make_spec(
 
     Args:
         name: Name of the parameter in messages.
-        layout: Which rank stores which piece of the parameter.
+        layout: Table of which rank stores which piece of the parameter.
         settings: Settings of the parameter's group.
         device: Device of the parameter.
         chooser: Object that chooses how to orthogonalize each matrix.
@@ -271,7 +272,7 @@ def make_spec(
     for shape in dict.fromkeys(shapes):
         of_matrix = (*shape, settings.coefficients, chooser.device or device)
         choice = chooser.choice(*of_matrix)
-        # bytes per element in exchanges; fp64 parameters are not sent as fp32, whose range their gradients may exceed
+        # number of bytes per element in exchanges; gradients of fp64 parameters can exceed the range of fp32
         size = 8 if doubles or chooser.dtype == torch.float64 else 2 if choice.is_narrow else 4
         made[shape] = str(choice), choice.work(*of_matrix), size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
@@ -281,7 +282,8 @@ def make_spec(
 
 
 def fingerprint(storage: Tensor) -> int:
-    """Compute a 64-bit hash of a tensor's bits and their order. Equal tensors on devices of one type have equal hashes.
+    """Compute a 64-bit hash of a tensor's bits and their order. Equal tensors on devices of the same type have equal
+    hashes.
 
     Each 8-byte word is mixed with its position by a bijection in which every output bit depends on every input bit
     (`stores.mix_`), and the results are added. Therefore a change of one word is always detected, and changes of
@@ -292,8 +294,8 @@ def fingerprint(storage: Tensor) -> int:
     # `cat` pads to whole words and copies to aligned memory, which the view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs: temporaries stay in the cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs, so that chunks stay in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        total += mix_(places, part).sum()  # wraps around modulo 2**64
+        total += mix_(places, part).sum()  # int64 sums wrap around modulo 2**64
     return int(total.item())

@@ -1,9 +1,9 @@
 """Execution of a step's buckets on one rank, from momentum to weights. A bucket is a set of matrices that are exchanged
-together. While one bucket is orthogonalized, the next one is gathered.
+together. While one bucket is orthogonalized, the next bucket is gathered.
 
 `Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
-orthogonalize them (their owners), orthogonalizes, scatters the results, and relays them to further replicas. Exchanges
-are passed in as functions, so that real and simulated ranks run the same code.
+orthogonalize them (their owners), orthogonalizes, scatters the results, and relays them to ranks with further replicas.
+The caller passes a function that runs the exchanges, so that real and simulated ranks execute the same code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, number of elements to each rank, from each rank)
+_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, numbers of elements to send, to receive)
 
 
 class Bound:
-    """The program of one bucket (this rank's copies and exchanges) with the tiles that it reads and writes. A tile is a
-    part of a matrix in this rank's local storage. Cached between steps; holds no tensor.
+    """The program of one bucket (this rank's copies and exchanges), with the tiles that the program reads and writes. A
+    tile is a part of a matrix in this rank's local storage. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: The plan.
@@ -47,7 +47,7 @@ class Bound:
     Attributes:
         dtype: Dtype of exchange buffers and batches.
         num_owned: Number of matrices that this rank orthogonalizes.
-        moves: True if anything is exchanged with other ranks.
+        moves: True if the bucket needs an exchange with other ranks.
         choices: How each batch is orthogonalized.
         like_torch: True if weights are updated by torch.optim.Muon's own operations, see `apply_results`.
         own: Tiles of the matrices that this rank orthogonalizes.
@@ -55,9 +55,10 @@ class Bound:
         scattered: Tiles whose results this rank receives in the scatter.
         late: Tiles whose results this rank receives in the relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
-        kept: For each batch, the state of each of the variant's stages that has any.
-        told, heard: State of the variant's stages that this rank sends and receives in the scatter.
-        told_on, heard_late: State of the variant's stages that this rank sends and receives in the relay.
+        kept: For each batch, the locations of the state of each of the variant's stages that has state.
+        told, heard: Locations of the state of the variant's stages that this rank sends and receives in the scatter.
+        told_on, heard_late: Locations of the state of the variant's stages that this rank sends and receives in the
+            relay.
     """
 
     def __init__(
@@ -96,19 +97,20 @@ class Bound:
         named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
-    def buffer(self, splits: Sequence[int]) -> Tensor:  # 1-D
+    def buffer(self, splits: Sequence[int]) -> Tensor:  # returns a 1-D tensor
         """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
     def run(self, work: Work, watch: FiniteWatch | None, exchange: _Exchange) -> Iterator[None]:
-        """Run one bucket. Yields during each exchange (and at the same points if nothing is exchanged), so that other
-        buckets can proceed: see `shardmuon.plan.turns.turns`.
+        """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
+        buckets in the meantime, see `shardmuon.price.clock.turns`. A bucket without exchanges yields at the same
+        points.
 
         Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
         """
         program, gathers = self.program, self.program.bucket.gathers
         gather, scatter, relay = program.gather, program.scatter, program.relay
-        pending: list[Pending] = []  # popped before the wait, so that no reference keeps the send buffer alive
+        pending: list[Pending] = []  # entries are removed before the wait, to free send buffers
         if gathers:
             send = self.buffer(gather.sent)
             self.gathered.update_momentum(work, self.gathered.on(send))
@@ -117,7 +119,7 @@ class Bound:
         batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         own = self.own.on(batches)
         self.own.update_momentum(work, own)
-        self.late.update_momentum(work, None)  # tiles whose results another replica relays
+        self.late.update_momentum(work, None)  # tiles whose results arrive in the relay
         yield
         if gathers:
             _copy(gather.copies, pending.pop().wait(), batches)
@@ -158,7 +160,7 @@ class Buckets:
     Attributes:
         bounds: The buckets without these parameters, in the plan's order.
         order: The order of the buckets' operations, see `shardmuon.price.clock.turns`.
-        moves: True if anything is exchanged, so that other ranks may wait for this rank.
+        moves: True if any bucket needs an exchange, so that other ranks can be waiting for this rank.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Buckets:
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
 
     def run(self, work: Work, watch: FiniteWatch, traffic: Traffic) -> None:
-        """Run all buckets of a step, by turns. Collective among the ranks of each bucket.
+        """Run all buckets of a step, interleaved in the order `order`. Collective among the ranks of each bucket.
 
         Args:
             work: This step's tensors.
@@ -187,8 +189,8 @@ class Buckets:
             traffic: Counters of exchanges and matrices, updated in place.
 
         Raises:
-            ExchangeError: This rank or another one failed in the middle of the step. The message has the bucket and the
-                operation.
+            ExchangeError: This rank or another rank failed in the middle of the step. The message names the bucket and
+                the operation.
         """
         runs: dict[int, Iterator[None]] = {}
         for turn, i in self.order:
@@ -198,7 +200,7 @@ class Buckets:
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(start, group, traffic))
                     traffic.orthogonalized += bound.num_owned
-                next(runs[i], None)  # None: a generator ends without yielding in its last turn
+                next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
             except ExchangeError:
                 raise
             except Exception as error:
@@ -208,7 +210,7 @@ class Buckets:
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
-    """Locate the stage state of a batch of matrices, for each stage that has state."""
+    """Yield, for each stage that has state, the locations of this state for the matrices of a batch."""
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
@@ -221,9 +223,10 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    came: Tensor | None = None,  # 1-D: receive buffer of the scatter, needed for the relay
-) -> Tensor:  # 1-D: send buffer of the scatter or the relay
-    """Pack the results and the state of the variant's stages that are sent to other ranks."""
+    came: Tensor | None = None,  # 1-D receive buffer of the scatter, needed only for the relay
+) -> Tensor:  # returns the 1-D send buffer of the scatter or the relay
+    """Copy the results, and the state of the variant's stages, that this rank sends to other ranks into a new send
+    buffer."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -234,7 +237,7 @@ def _results(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """Copy blocks from `here` to `there`, or with `back` from `there` to `here`."""
+    """Copy blocks from `here` to `there`, or from `there` to `here` if `back` is True."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
@@ -268,16 +271,16 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             stages.finish(out)
         elif out is not x:
             x.copy_(out)
-        del stages, fed, out  # frees memory for the next batch, since these may have a wide dtype
+        del stages, fed, out  # frees memory before the next batch
 
 
 class _BatchStages:
     """The stages of a variant, to be run on one batch of matrices in one step. See [Note: stages] and [Note: what a
-    stage keeps] in variants/base.py.
+    stage keeps] in variants.py.
 
     Args:
         stages: Stages of the batch's matrices.
-        stored: State tensors of each matrix, for each stage of `keeping(stages)`.
+        stored: For each stage of `keeping(stages)`, the state tensor of each matrix.
         place: The batch, which the results overwrite: (B, rows, cols) with aligned matrices, in the dtype of exchanges.
     """
 
@@ -286,7 +289,7 @@ class _BatchStages:
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
         self._kept: dict[str, Sequence[Tensor]] = {}  # key -> state of each matrix, fp32, on the batch's device
-        # pairs of state that is stored on another device and its copy on the batch's device
+        # pairs: state tensors that are stored on another device, and their copies on the batch's device
         self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         for stage, rows in zip(keeping(stages), stored, strict=True):
             here = rows
@@ -298,9 +301,10 @@ class _BatchStages:
     def before(
         self,
         products: torch.dtype | None,  # dtype of the matrix products; None: orthogonalize exactly as torch.optim.Muon
-    ) -> tuple[Tensor, bool]:  # the input of the orthogonalization, (B, rows, cols); True if its norms are 1
-        """Run the stages that precede the orthogonalization, on a CPU one matrix at a time. They work in place, or on
-        an fp32 copy if the batch has half precision and the matrix products have another dtype."""
+    ) -> tuple[Tensor, bool]:  # input of the orthogonalization, (B, rows, cols); True if its matrices have norm 1
+        """Run the stages that precede the orthogonalization. On a CPU, they process one matrix at a time. The stages
+        change the batch in place, or an fp32 copy if the batch has a half-precision dtype and the matrix products have
+        another dtype."""
         x = self.place
         if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
             x = empty_batch(x.shape, torch.float32, x.device)
@@ -311,13 +315,14 @@ class _BatchStages:
         return x, bool(self._before)
 
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
-        """True if the orthogonalization may overwrite its input, which makes the result's dtype that of the input,
-        `fed`. Otherwise the result has the dtype of the matrix products, at least for a batch of one matrix. The stages
-        that follow need a dtype that does not depend on the size of the batch, since other layouts have other batches.
+        """True if the orthogonalization is allowed to overwrite its input, whose dtype is `fed`. The result then has
+        this dtype. If overwriting is not allowed, the result of a batch of one matrix, at least, has the dtype of the
+        matrix products. Stages after the orthogonalization need a dtype that does not depend on the size of the batch,
+        since batches differ between layouts.
         """
         return fed == products or not self._after
 
-    def finish(self, out: Tensor) -> None:  # (B, rows, cols), may be overwritten
+    def finish(self, out: Tensor) -> None:  # `out`: results, (B, rows, cols); can be overwritten
         """Run the stages that follow the orthogonalization, write the results to the batch, and copy changed state back
         to the device on which it is stored."""
         if self._after:

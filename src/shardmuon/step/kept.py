@@ -1,11 +1,11 @@
-"""State of the stages of variants (stage state): its creation, and its storage in group options if a
-framework's checkpoint format has no place for it. See [Note: what a stage keeps] in variants.py.
+"""Creation of stage state, the state that the stages of variants store, and its storage in saved groups if a
+framework's checkpoint format cannot contain it. See [Note: what a stage keeps] in variants.py.
 
 [Note: carried state]
-    FSDP1 and DeepSpeed can save only state tensors of the length of their flat parameters, and state that Adam has too.
-    Stage state is neither. But it is small and equal on every rank, and both frameworks save and load group options
-    unchanged. Therefore a saved group carries the stage state under the key `CARRIED`. A live optimizer's group has
-    this key at most from loading to the next step.
+    FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
+    has. Stage state is neither, but it is small and equal on every rank, and both frameworks save and load the options
+    of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the groups of an
+    optimizer, this key can exist only between loading and the next step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.variants import KEPT_KEYS, Stages, keeping, stages_of
 
-KEPT_DTYPE = torch.float32  # whatever the dtypes of weights and matrix products
+KEPT_DTYPE = torch.float32  # for all dtypes of weights and matrix products
 
 
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Map the key of each state tensor to its global shape, for a parameter with these matrices."""
+    """Map the key of each state tensor of a parameter to the tensor's global shape. `view` defines the matrices of the
+    parameter."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
     return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
 
@@ -32,18 +33,18 @@ def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 def start_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> dict[str, Tensor]:
-    """Create zeros for each missing state tensor, on the parameter's device. `stacked` is True if the parameter is a
+    """Create each missing state tensor with zeros, on the parameter's device. `stacked` is True if the parameter is a
     stack of matrices."""
     missing = {key: shape for key, shape in shapes.items() if state.get(key) is None}
     return {key: engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked) for key, shape in missing.items()}
 
 
-CARRIED = "kept_state"  # key in a saved group; its value maps parameter names or positions to dicts key -> tensor
+CARRIED = "kept_state"  # key in a saved group: parameter name or position -> state key -> tensor
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy the stage state of some parameters, if there is any, to a saved group. The copies are on the CPU, like
-    tensors that are read from files."""
+    """Copy stage state to a saved group. `states` maps names or positions of parameters to their state. The copies are
+    on the CPU, like tensors that are read from files."""
     found = {
         name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
         for name, state in states.items()
@@ -57,7 +58,8 @@ def carry_by_position(
     saved: Mapping[str, Any],  # the optimizer's state dict, changed in place
     carries: Callable[[Tensor], bool] = lambda param: True,
 ) -> None:
-    """Move stage state from the state of a state dict to its groups, keyed by the parameter's position in the group."""
+    """Move stage state from the state of a state dict to the groups of the state dict, keyed by the parameter's
+    position in its group. `carries` selects the parameters."""
     state = saved["state"]
     for group, packed in zip(groups, saved["param_groups"], strict=True):
         states: dict[str, Mapping[str, Any]] = {}
@@ -69,7 +71,7 @@ def carry_by_position(
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """Remove carried stage state from loaded groups and return it, by parameter name or position."""
+    """Remove the stage state that loaded groups contain, and return it, keyed by parameter name or position."""
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})
@@ -77,10 +79,10 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
 
 
 def with_carried(
-    entries: Mapping[Any, Any],  # saved state: a parameter's key -> its state
-    groups: Sequence[Mapping[str, Any]],  # saved groups
+    entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
+    groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
 ) -> Mapping[Any, Any]:
-    """Copy a saved state, and add the stage state that its groups carry."""
+    """Copy a saved state, and add the stage state that the saved groups contain."""
     found = dict(entries)
     for group in groups:
         for position, kept in (group.get(CARRIED) or {}).items():

@@ -1,19 +1,19 @@
-"""Stages of variants that rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
+"""Execution of stages on weights, which rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
 
-Such a stage gets the norms of all whole matrices from one sum over ranks, and multiplies each matrix by a factor. A
-`WeightSet` computes this rank's part of the sums; `begin_weights` and `finish_weights` sum over ranks and pass the
-results back to the `WeightSet`.
+A stage on weights gets the norm of each whole matrix and multiplies the matrix by a factor. A `WeightSet` computes this
+rank's part of the squared norms. `begin_weights` and `finish_weights` sum these parts over ranks, and pass the sums to
+the `WeightSet`.
 
 [Note: norms of whole matrices]
     The elements of a shard are squared and summed in fp64, by the first of the ranks that store it. The ranks that
     share a parameter add up their sums, and the square root is rounded to fp32. With another sharding, the order of
     additions differs, which changes the fp64 sums by a relative error of about 1e-16. The fp32 norm changes only if the
-    fp64 value is that close to the midpoint of two fp32 numbers, as happens for about one norm in 25 million. Gradient
-    norms are computed in the same way (gradients/clip.py).
+    fp64 value is that close to the midpoint of two fp32 numbers, which happens for about one norm in 25 million.
+    Gradient norms are computed in the same way (gradients/clip.py).
 
 [Note: matrices of zeros]
-    Matrices of zeros are found when norms are first computed, and reported once, by name. The CPU never waits for the
-    device: the result is copied asynchronously, and a later step issues the warning.
+    Matrices of zeros are found when norms are first computed. One warning names them. The CPU does not wait for the
+    device to find them: the result is copied asynchronously, and a later step issues the warning.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # elements summed at a time; CPUs copy them to fp64 first, and this many fit in the cache
+_PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copies fit in the cache
 
 
 class WeightSet:
-    """Parameters that are shared by the same ranks and have the same stage on weights, with this rank's part in
-    computing the norms of their matrices. Cached between steps; holds no tensor.
+    """Parameters that are shared by the same ranks and have the same stage on weights. The class computes this rank's
+    part of the norms of their matrices. Objects are cached between steps and hold no tensors.
 
     Args:
         plan: The plan.
@@ -60,8 +60,8 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # name of each matrix
-        # for each tile and each norm that this rank stores: index of its matrix; for each tile: True if this rank sums
-        # it
+        # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
+        # rank sums the tile's squares
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
@@ -81,8 +81,8 @@ class WeightSet:
 
     @classmethod
     def of_rank(cls, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-        """Make the weight sets of a rank. All ranks process their sets in this order, which depends only on the content
-        of the sets.
+        """Make the weight sets of a rank. The order of the sets depends only on their contents, so all ranks process
+        the sets that they share in the same order.
 
         Args:
             plan: The plan.
@@ -102,7 +102,7 @@ class WeightSet:
     def __str__(self) -> str:
         return self._text
 
-    def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
+    def squares(self, work: Work) -> Tensor:  # returns one fp64 number per matrix
         """Compute this rank's part of the squared norm of each matrix."""
         parts: list[list[Tensor]] = [[] for _ in self._names]
         tiles = self._tiles.of(work.weights)
@@ -117,35 +117,35 @@ class WeightSet:
             norms = foreach_norm(torch.stack(norms).split([len(of_matrix) for of_matrix in parts]), 2)
         return torch.stack(norms).square_()
 
-    def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # (matrices,), fp64
-        """Store norms that are not known yet, and queue a check for matrices of zeros. Called before the update."""
+    def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
+        """Store norms that are still unknown, and queue a check for matrices of zeros. Called before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        if self._rank == self.ranks[0]:  # only one rank warns
+        if self._rank == self.ranks[0]:  # one warning per set, from its first rank
             watch.coming.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
-    def finish(self, squares: Tensor, work: Work) -> None:  # (matrices,), fp64
+    def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
         """Multiply each matrix of weights by its factor. Called after the update."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
         tiles = self._tiles.of(work.weights)
-        # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round such a
-        # factor to the weight's dtype, so it gets one dim there.
+        # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round a 0-dim
+        # factor to the dtype of the weight, so the factor gets one dim on these devices.
         factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
         for dtype in {tile.dtype for tile in tiles}:
             numbers = (factor if dtype == torch.float64 else factor.float()).unbind(0)
             pairs = [(tile, numbers[at]) for tile, at in zip(tiles, self._tiles_at, strict=True) if tile.dtype == dtype]
             foreach_mul_([tile for tile, _ in pairs], [number for _, number in pairs])
 
-    def _read(self, work: Work, device: torch.device) -> Tensor:  # (matrices, 1), fp32
+    def _read(self, work: Work, device: torch.device) -> Tensor:  # returns shape (number of matrices, 1), fp32
         """Read the stored norm of each matrix; 0 for norms that this rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
         return torch.stack(found)
 
-    def _write(self, work: Work, values: Tensor) -> None:  # (matrices, 1)
+    def _write(self, work: Work, values: Tensor) -> None:  # `values` has shape (number of matrices, 1)
         if self._kept_at:
             rows = values.unbind(0)
             foreach_copy_(self._kept.of(work.kept), [rows[at] for at in self._kept_at])
@@ -159,7 +159,7 @@ def _parts(tile: Tensor) -> list[Tensor]:
     return list(tile.split(max(1, _PART * len(tile) // tile.numel())))
 
 
-def _norms(squares: Tensor) -> Tensor:  # fp64 -> fp64
+def _norms(squares: Tensor) -> Tensor:  # `squares` is fp64
     """Compute square roots, round them to fp32, and return them as fp64."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
@@ -172,13 +172,14 @@ def _on_weights(stages: Stages) -> WeightStage:
 
 
 class ZeroWatch:
-    """Watch for matrices whose norm is 0 when it is first computed. Each optimizer has one watch."""
+    """Queue of checks for matrices whose norm is 0 when it is first computed. Each optimizer has one `ZeroWatch`."""
 
     def __init__(self) -> None:
-        self.coming = Coming[Sequence[str]]()  # names of matrices, and a mask of the zero ones
+        self.coming = Coming[Sequence[str]]()  # names of matrices, mask of matrices of zeros
 
     def report(self) -> None:
-        """Warn about matrices of zeros, as far as results have arrived from the device."""
+        """Warn about matrices of zeros, without waiting for checks whose results have not yet arrived from the
+        device."""
         found = [
             name for names, zero in self.coming.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero
         ]
@@ -192,8 +193,8 @@ class ZeroWatch:
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
-    """Prepare the stages on weights before the update, for parameters with new norms. Collective over the ranks of each
-    set.
+    """Prepare the stages on weights before the update, for parameters with new norms. Collective among the ranks of
+    each set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -204,7 +205,7 @@ def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch
 
 
 def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> None:
-    """Run the stages on weights after the update. Collective over the ranks of each set.
+    """Run the stages on weights after the update. Collective among the ranks of each set.
 
     Raises:
         ExchangeError: A rank of a set died, hung or failed.
@@ -215,8 +216,8 @@ def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> N
 
 
 def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
-    """Return a context that converts errors to an ExchangeError that names the set. If the set has only one rank,
-    errors stay unchanged."""
+    """Return a context manager that converts any error to an ExchangeError that names the set. If the set has only one
+    rank, errors stay unchanged."""
     return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
 
 

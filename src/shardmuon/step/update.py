@@ -1,14 +1,14 @@
-"""Elementwise updates of momentum and weights on tiles. A tile is a part of a matrix that this rank stores; it is
-accessed as a view of a local tensor or of an exchange buffer.
+"""Elementwise updates of momentum and weights on tiles. A tile is a part of a matrix that this rank stores. The code
+accesses a tile as a view of a local tensor or of an exchange buffer.
 
-Momentum and weights are updated in place in this rank's local storage, similar tiles in one call. Nothing is
-communicated or orthogonalized in this module. Weights, gradients and momentum may have different dtypes, and may be on
-another device than the buffers.
+Momentum and weights are updated in place in this rank's local storage, with one call for many tiles of the same kind.
+This module does not communicate or orthogonalize. Weights, gradients and momentum can have different dtypes, and can be
+on another device than the buffers.
 
-The update rules (momentum, weight decay, apply) are at the end. They take lists of views of local storage; functions
-whose names end in an underscore work in place. An element gets the same bits at any position in a shard (checked by
-tests). fp32 `lerp`, `mul` and `add` guarantee this. Half-precision `add` with `alpha` on CPUs does not, so
-half-precision weights are updated in fp32 and rounded once.
+The update rules for momentum and weights are at the end of the module. They take lists of views of local storage;
+functions whose names end in an underscore work in place. The bits of an updated element do not depend on its position
+in a shard, as tests check. torch's fp32 `lerp`, `mul` and `add` guarantee this, but half-precision `add` with `alpha`
+on CPUs does not. Therefore half-precision weights are updated in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
 
 _Kind = tuple[object, ...]
-_Stored = Sequence[Sequence[Tensor]]  # for each parameter, the fp32 state tensors of its variant's stages on this rank
+_Stored = Sequence[Sequence[Tensor]]  # for each parameter, the local fp32 tensors of its stage state
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Work:
         settings: Settings of each parameter's group.
         kept: For each parameter, the state tensors of its variant's stages on this rank, in the order of `Spec.kept`.
         rounding: Index of a parameter -> its random streams, for parameters with stochastic or 8-bit rounding.
-        kinds: For each parameter, its group, dtypes and devices. Tensors of parameters with equal kinds may be
-            processed by one list operation (torch._foreach_*).
+        kinds: For each parameter, its group, dtypes and devices. One list operation (torch._foreach_*) can process
+            tensors of several parameters only if their kinds are equal.
     """
 
     weights: list[Tensor | None]
@@ -61,20 +61,20 @@ class Work:
     kinds: list[_Kind] = field(default_factory=list)
 
 
-# Largest number of elements in one list operation, unless it has a single tile. This bounds temporaries of momentum and
-# of updates of half-precision weights. On a CPU they fit in the cache; on other devices, this many elements are enough
-# for one kernel launch to be efficient.
+# Largest number of elements in one list operation, except that a single tile can be larger. The limit bounds the size
+# of temporary tensors in updates of momentum and of half-precision weights. On a CPU, they fit in the cache. On other
+# devices, the number is large enough for efficient kernel launches.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
-# (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles with equal sizes and strides at
-# equal distances; its first dim counts the tiles.
+# (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
+# and are equally spaced; the first dim of the view counts the tiles.
 _Row = tuple[Ints, Ints, int]
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # takes the entries of certain tiles out of a list for all tiles
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list for all tiles
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
-    """Split tiles into portions with tiles of one kind and at most `limit` elements, or with a single larger tile.
-    Return the indices of the tiles in each portion."""
+    """Split tiles into portions. All tiles of a portion have the same kind, and together at most `limit` elements,
+    unless the portion is a single larger tile. Return the indices of the tiles in each portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -95,18 +95,18 @@ class Side:
     """The tiles of an exchange buffer, or of the buffer of batches. A tile is a part of a matrix that this rank stores;
     this class makes views of tiles in local tensors and in the buffer.
 
-    Strides of a local tensor are read on every access, because a gradient's strides may differ from those of the last
-    step and from those of its parameter.
+    Strides of a local tensor are read on every access, because the strides of a gradient can change from step to step,
+    and can differ from the strides of its parameter.
 
     Args:
         loads: The tiles and their places in the buffer.
-        views: For each parameter, which matrices it holds.
-        shapes: For each parameter, shape of this rank's local storage.
+        views: For each parameter, the description of the matrices that it holds.
+        shapes: For each parameter, the shape of this rank's local storage.
 
     Attributes:
         loads: The tiles and their places in the buffer.
         params: For each tile, index of its parameter.
-        views: For each tile, which matrices its parameter holds.
+        views: For each tile, the description of the matrices that its parameter holds.
         shapes: For each tile, (rows, cols) of its matrix.
     """
 
@@ -116,7 +116,7 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # tiles for which `of` makes a view; the others cover the whole local tensor
+        # indices of tiles for which `of` must make a view; all other tiles cover a whole local tensor
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         # cache for each tile: strides of the local tensor -> offset and strides of the tile
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
@@ -130,7 +130,8 @@ class Side:
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Make a view of each tile in local tensors (weights, gradients or momentum; one entry per parameter)."""
+        """Make a view of each tile in local tensors. `storages` has one local tensor per parameter: its weights,
+        gradient or momentum."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
             storage = found[at]
@@ -143,15 +144,16 @@ class Side:
         return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
-        """Make a view of each tile in the buffer, with the same shapes as the views from `of`."""
+        """Make a view of each tile in the buffer. Each view has the same shape as the view of the tile from `of`."""
         found: list[Tensor] = []
         for row in self._rows:
             found += buffer.as_strided(*row).unbind(0)
         return found
 
     def portions(self, work: Work) -> list[tuple[list[int], _Pick]]:
-        """Split the tiles into portions that list operations can process in one call. Return for each portion the
-        indices of its tiles, and a function that selects their entries from a list with one entry per tile."""
+        """Split the tiles into portions, each of which one list operation can process. Return for each portion the
+        indices of its tiles, and a function that selects the entries of these tiles from a list with one entry per
+        tile."""
         weight = work.weights[self.params[0]]
         assert weight is not None, "parameters without a gradient are in no program"
         limit = _PORTION if weight.device.type == "cpu" else PORTION_ELSEWHERE
@@ -165,9 +167,10 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        targets: Sequence[Tensor] | None,  # per tile, overwritten with the input of orthogonalization; None: not needed
+        targets: Sequence[Tensor] | None,  # per tile, receives the input of the orthogonalization; None: not needed
     ) -> None:
-        """Update the momentum of the tiles, and write the input of the orthogonalization to `targets`."""
+        """Update the momentum of the tiles. If `targets` is not None, write the input of the orthogonalization to
+        it."""
         if not self.loads:
             return
         grads, momenta = self.of(work.grads), self.of(work.momenta)
@@ -202,7 +205,7 @@ class Side:
         work: Work,
         updates: Sequence[Tensor],  # orthogonalized update of each tile
         *,
-        # use torch.optim.Muon's own operations, unless weights decay cautiously or round stochastically
+        # use exactly the operations of torch.optim.Muon, unless weights decay cautiously or are rounded stochastically
         like_torch: bool,
     ) -> None:
         """Apply weight decay and the orthogonalized updates to the weights of the tiles."""
@@ -230,9 +233,9 @@ class Side:
             apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
-def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # row dims, then blocks
-    """Return the scales of a tile with 8-bit momentum, as a view of the scales that this rank stores for the parameter.
-    The tile must start at a block boundary."""
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims: row dims, then blocks
+    """Make a view of the scales for the 8-bit momentum of a tile, in the tensor of scales that this rank stores for the
+    parameter. The tile must start at the boundary of a block of elements that share a scale."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -261,8 +264,8 @@ def _rows(loads: Sequence[Load]) -> list[_Row]:
 
 
 class KeptSide:
-    """Locations of the stage state (state of a variant's stages) of some matrices: in this rank's state tensors and, if
-    the state is sent, in an exchange buffer. Cached between steps; holds no tensor."""
+    """Locations of stage state, the state of a variant's stages, for some matrices: in this rank's state tensors and,
+    if the state is sent, in an exchange buffer. Objects are cached between steps and hold no tensors."""
 
     def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
         self._loads = tuple(loads)
@@ -270,8 +273,8 @@ class KeptSide:
         tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
         self._side = Side(tiles, views, [()] * len(tiles))
 
-    def of(self, stored: _Stored) -> list[Tensor]:  # 1-D each, fp32
-        """Make a view of each matrix's stage state in this rank's state tensors."""
+    def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
+        """Make a view of the stage state of each matrix in this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
@@ -282,7 +285,7 @@ class KeptSide:
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state from a receive buffer to this rank's state tensors."""
-        # `cat` copies to new memory first, since a place in the buffer may not be aligned for fp32
+        # `cat` copies to new memory first, since parts of the buffer may not be aligned for fp32
         came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
         sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
         targets = self.of(stored)
@@ -290,8 +293,9 @@ class KeptSide:
         foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
 
 
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # 1-D fp32 -> 1-D of the exchange buffer's dtype
-    """Reinterpret fp32 numbers as elements of an exchange buffer's dtype, padded to whole elements."""
+def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # from 1-D fp32 to 1-D in the buffer's dtype
+    """Reinterpret the bits of fp32 numbers as elements of the dtype of an exchange buffer, padded to whole elements, on
+    the buffer's device."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
     # `cat` copies to new memory, since numbers that begin in the middle of a tensor may not be aligned for fp64
     whole = torch.cat([numbers, numbers.new_zeros(padding)])
@@ -304,18 +308,19 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
-    out: Sequence[Tensor] | None,  # receives the input of orthogonalization; one dtype, no memory shared with gradients
+    out: Sequence[Tensor] | None,  # receives the input of orthogonalization, in one dtype; must not overlap `grads`
     grads: Sequence[Tensor],  # local views of one dtype, not written to
     buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
     *,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum by B <- B + (1 - momentum) (G - B). With Nesterov momentum, write G + momentum (B - G) to
-    `out`, else B. The same as in torch.optim.Muon.
+    """Update the momentum by B <- B + (1 - momentum) (G - B). If `out` is not None, write G + momentum (B - G) with
+    Nesterov momentum, or B without it, to `out`. torch.optim.Muon uses the same formulas.
 
-    On a CPU, this takes no temporaries if `out` has the momentum's dtype. Accelerators use a temporary, because
-    they process a list of tensors in one launch only if all tensors are dense, and tiles of a batch may have gaps.
+    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the momentum's dtype. On accelerators, it uses
+    temporary tensors, because one kernel launch can process a list only if all of its tensors are dense, and tiles of a
+    batch can have gaps.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype
@@ -334,8 +339,8 @@ def momentum_(
 
 
 def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """Split lists of tensors into slabs that fit in a CPU's cache; on other devices, yield the lists unchanged. Tensors
-    at the same index of the lists have the same shape.
+    """Split the tensors of lists into slabs that fit in a CPU's cache; on other devices, yield the lists unchanged.
+    Tensors at the same index of the lists must have the same shape.
 
     Only lists of one tensor are split, because `Side.portions` has already limited the size of longer lists.
     """
@@ -350,7 +355,7 @@ def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]
 
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
-    updates: Sequence[Tensor],  # orthogonalized, of the same shapes, in the dtype of exchanges
+    updates: Sequence[Tensor],  # orthogonalized updates with the shapes of `params`, in the dtype of exchanges
     alphas: Sequence[float],  # for each view, lr * the scale of its matrix
     lr: float,
     weight_decay: float,
@@ -358,8 +363,8 @@ def apply_(
     # for each view, a function that rounds fp32 to half precision; default: round to nearest
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Update each view by W <- (1 - lr * wd) W - alpha * O. If `cautious`, W decays only where O * W > 0, so that decay
-    never works against the update."""
+    """Update each view W with its orthogonalized update O, by W <- (1 - lr * weight_decay) W - alpha * O. If
+    `cautious`, only elements with O * W > 0 decay, for which the decay has the same direction as the update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
@@ -369,7 +374,7 @@ def apply_(
                 _decay_agreeing_(w, update * w, factor)
         elif weight_decay:
             foreach_scale_(weights, factor)
-        # `add` on a CPU converts half-precision summands on the fly; list operations on other devices do not
+        # `add` on a CPU converts half-precision summands itself; list operations on other devices cannot
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else foreach_to(given, weights)
         rows: dict[float, list[tuple[Tensor, Tensor]]] = {}
@@ -383,19 +388,20 @@ def apply_(
 
 def _decay_agreeing_(
     weight: Tensor,  # updated in place
-    agreement: Tensor,  # same shape: positive where weight and update agree
+    agreement: Tensor,  # same shape: positive where weight and update have the same sign
     factor: float,
 ) -> None:
-    """Multiply W by `factor` where `agreement` is positive. W is unchanged elsewhere, even where `agreement` is NaN."""
+    """Multiply elements of `weight` by `factor` where `agreement` is positive. All other elements stay unchanged, even
+    where `agreement` is NaN."""
     # `where(agreement > 0, factor, 1.0)` would be fp32, which is too narrow for fp64 weights
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
 
 def _apply_like_torch_(
-    param: Tensor,  # local view, any shape with its elements in the patch's order; updated in place
-    update: Tensor,  # bf16, with the same number of elements
+    param: Tensor,  # local view, updated in place; its elements have the order of the elements of `patch`
+    update: Tensor,  # bf16, with as many elements as `param`
     lr: float | Tensor,  # a tensor must have one element, in any number of dims
-    scale: float,  # factor on lr, computed from the shape of the whole matrix
+    scale: float,  # factor on `lr`, computed from the shape of the whole matrix
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,
@@ -404,12 +410,12 @@ def _apply_like_torch_(
     """Compute exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, even on a
     shard.
 
-    An lr given as a tensor stays a tensor, since torch rounds both factors to its dtype.
+    If `lr` is a tensor, it is not converted to a float, since torch rounds both factors to the dtype of the tensor.
 
     torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
     differently again if the update is a transposed view, as it is for tall matrices. Therefore the local view is copied
-    to its position in a matrix of full size, and torch's operation runs on this matrix. This takes scratch memory for
-    two matrices. It is meant for exact comparisons with torch, not for speed.
+    to its position in a matrix of full size, and torch's operation runs on this matrix. This needs scratch memory for
+    two matrices. The function is intended for exact comparisons with torch, not for speed.
     """
     if isinstance(lr, Tensor):
         lr = lr.squeeze().cpu()

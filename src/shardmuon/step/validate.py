@@ -1,9 +1,10 @@
-"""Validation of a step. It reads everything that the step depends on, without changing it, and summarizes what must be
-equal on all ranks: as digests for the vote, and as text for error messages in case digests differ.
+"""Validation of a step. Validation reads everything on which the step depends, without changing anything, and
+summarizes the values that must be equal on all ranks: as digests for the vote, and as strings for error messages if the
+digests differ.
 
 Validation may raise any exception, because its only caller reports the exception in this rank's vote. Missing momentum
-is allocated during validation, so that a rank without enough memory can report this while all ranks can still stop. The
-momentum becomes part of the optimizer's state once all ranks have agreed.
+is allocated during validation, so that a rank that runs out of memory can report this error before any rank has changed
+its weights. The momentum becomes part of the optimizer's state once all ranks have agreed to the step.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass
 class Proposal(Work):
-    """The step that this rank would take, and the values that it compares with other ranks.
+    """Data of the step that this rank takes if all ranks agree, and the values that ranks compare with each other.
 
     Attributes:
         states: State of each parameter's gradient: NONE, READY, or MISPLACED if its layout is not the parameter's.
         said: For each parameter, what must be equal on all ranks that share it: a word for the state of its gradient
-            (from `STATES`), and a text of dtypes and options.
+            (from `STATES`), and a string of dtypes and options.
         made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
         adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
             gradient or no state yet, or if the layout of either differs from the parameter's.
-        presence: Bits of the parameters whose gradient some ranks may lack; 1 if this rank has the gradient.
+        presence: One bit for each parameter whose gradient can be missing on some ranks (see `Binding.bits`): 1 if this
+            rank has the gradient.
     """
 
     states: list[int] = field(default_factory=list)
@@ -60,8 +62,8 @@ class Proposal(Work):
     presence: int = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
-        """Apply the vote's result to parameters of which this rank stores no elements. They take part in the step if
-        another rank has their gradient, and are left out otherwise."""
+        """Apply the vote's result to parameters of which this rank stores no elements. Such a parameter takes part in
+        the step only if another rank has its gradient. `presence` has the bits of all ranks, merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = READY
@@ -72,8 +74,8 @@ class Proposal(Work):
                 self.fresh.pop(number, None)
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
-        """Compute, for each set of ranks, a digest of what must be equal on these ranks in this step. `due` is the text
-        about an audit of this step."""
+        """Compute, for each set of ranks, a digest of the values that must be equal on these ranks in this step. `due`
+        describes an audit of this step; "" without an audit."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -83,15 +85,15 @@ class Proposal(Work):
         return found
 
     def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
-        """Return as text what `digests` summarizes for a set of ranks: one line for the plan, then one line per
-        parameter."""
+        """Return the values that `digests` summarizes for a set of ranks, as strings: one line for the plan, then one
+        line per parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
         plan = "", binding.digests.get(ranks, b"").hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
 
 
 class Memory(NamedTuple):
-    """The state of an optimizer between steps, as far as validation reads it.
+    """The parts of an optimizer's state that validation reads.
 
     Attributes:
         state: State of each parameter.
@@ -105,7 +107,7 @@ class Memory(NamedTuple):
 
 
 def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settings | None], memory: Memory) -> Proposal:
-    """Read gradients and state, and return the step that this rank would take.
+    """Read gradients and state, and return the step that this rank takes if all ranks agree.
 
     A fast path handles most parameters in nearly every step: those whose gradient and momentum have the parameter's
     layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
@@ -144,13 +146,13 @@ def _glance(
     memory: Memory,
 ) -> None:
     """Take the fast path: fill in the proposal for those parameters of a group that have a gradient and no state but
-    momentum. Do nothing if the layout of any of these gradients or momenta differs from its parameter's."""
+    momentum. Do nothing if any of these gradients or momenta has another layout than its parameter."""
     rows, (state, keeper, _) = [], memory
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # a framework may have stored another type
+            rows.append((number, param, grad, kept.get(BUFFER)))  # can be of any type
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:
@@ -166,8 +168,8 @@ def _glance(
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str:
-    """Take the slow path: check one parameter, and fill in the proposal for it. Return a text of its dtypes and state,
-    which must be equal on all ranks that share the parameter."""
+    """Take the slow path: check one parameter, and fill in the proposal for this parameter. Return a string of its
+    dtypes and state, which must be equal on all ranks that share the parameter."""
     member, keeper, stages = binding.members[number], memory.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
@@ -198,7 +200,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
 
 
 def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: Tensor) -> None:
-    """Create the state that a parameter needs for its group's options and lacks, and record it in the proposal."""
+    """Create or convert the state that a parameter needs for its group's options, and record it in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], memory.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
@@ -212,7 +214,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
-    for key in KEPT_KEYS:  # drops state of an earlier variant: it would be stale if the group returned to that variant
+    for key in KEPT_KEYS:  # drops state of an earlier variant: stale if the group returns to it
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
@@ -225,8 +227,8 @@ def _unsettled(stages: Stages, state: Mapping[str, Any], settled: Mapping[Tensor
     """Return the keys of missing state tensors, and of weight norms that no step has checked since they were created or
     loaded. (If checkpointing creates state before the first step, norms are 0, which means unknown.)
 
-    Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and state that
-    only one rank has lost would restart from zeros on this rank.
+    Ranks must agree on these keys for two reasons: computing new norms takes a reduction over ranks, and if only one
+    rank has lost state, this state would restart from zeros on this rank alone.
     """
     on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
     keys = [stage.key for stage in keeping(stages)]
@@ -239,7 +241,8 @@ def _stored_kept(
     """Return the local storage of each state tensor of a parameter, in the order of `shapes`.
 
     Raises:
-        ValueError: A tensor is missing or has another layout or dtype; the message lacks the parameter's name.
+        ValueError: A tensor is missing or has a wrong layout or dtype. The message does not contain the parameter's
+            name.
     """
     found: list[Tensor] = []
     for key, shape in shapes.items():
@@ -256,8 +259,8 @@ def _stored_kept(
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
-    """Raise ValueError if several elements of a tensor share memory, as in an expanded view: torch cannot write to
-    it."""
+    """Raise ValueError if several elements of a tensor share memory, as in an expanded view, to which torch cannot
+    write in place."""
     stride = tensor.stride()
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
         raise ValueError(
@@ -270,8 +273,8 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
-    """Collect the local tensors (row) of each parameter of an AdamW group; None for parameters without gradient or
-    state.
+    """Collect the local tensors of each parameter of an AdamW group, as a `Row`. The entry is None for parameters
+    without gradient or state, and for parameters with gradients or state in another layout.
 
     Raises:
         ValueError: A gradient or state is unusable. The message has the parameter's name.
@@ -299,8 +302,8 @@ def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[
 
 
 def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
-    """Raise ValueError if torch's AdamW cannot update a parameter, for example because dtypes differ. AdamW itself
-    would raise only after other parameters have changed."""
+    """Raise ValueError if torch's AdamW cannot update a parameter, for example because dtypes differ. Without this
+    check, AdamW would raise an error only after other parameters have changed."""
     if p.grad is None:
         _check_gradient_elsewhere(p)
         return
@@ -335,7 +338,7 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
             f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
             "ranks; else call optimizer.prepare() on every rank"
         )
-    for said in lines:  # the lines of all ranks for one parameter
+    for said in lines:  # `said` has the lines of all ranks for one parameter
         (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
         if len(set(gradients)) > 1:
             have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
@@ -360,7 +363,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     the local storage of the parameter.
 
     Raises:
-        ValueError: The gradient is unusable. The message lacks the parameter's name.
+        ValueError: The gradient is unusable. The message does not contain the parameter's name.
     """
     if grad.layout != torch.strided:
         raise ValueError(
@@ -379,8 +382,8 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
 
 
 def _check_gradient_elsewhere(param: Tensor) -> None:
-    """Raise ValueError if a parameter without `grad` has a gradient in another attribute. Otherwise the parameter would
-    silently not be trained."""
+    """Raise ValueError if `param.grad` is None but another attribute contains a gradient. Without this error, the
+    parameter would silently stay untrained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
         ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
@@ -394,7 +397,7 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
 
     Raises:
         ValueError: The state is not a strided real tensor, its layout differs from the parameter's, or it cannot be
-            written to. The message lacks the parameter's name.
+            updated in place. The message does not contain the parameter's name.
     """
     if not isinstance(buffer, Tensor):
         raise ValueError(f"its {key} is a {type(buffer).__name__}, not a tensor. {_LOAD}")
