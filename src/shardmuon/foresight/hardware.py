@@ -124,7 +124,7 @@ class _Known:
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
         sizes, *ends = zip(*rows, strict=True)
-        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, a time does not shrink: it is a latency
+        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, a time is a latency
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
@@ -210,7 +210,8 @@ class Hardware:
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
-        """Select the efficiency table that best matches an orthogonalization method and the dtype of its matrix products.
+        """Select the efficiency table that best matches an orthogonalization method and the dtype of its matrix
+        products.
 
         Args:
             how: A `Choice` as a string.
@@ -397,8 +398,8 @@ def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
 
 
 def _row(numbers: Sequence[float]) -> _Row:
-    """Parse a row of a table into (size, least, middle, largest value). The default of the middle value is the geometric
-    mean of the least and the largest value, or half of the largest value if the least value is 0."""
+    """Parse a row of a table into (size, least, middle, largest value). The default of the middle value is the
+    geometric mean of the least and the largest value, or half of the largest value if the least value is 0."""
     if len(numbers) not in (3, 4):
         raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")
     at, low, *middle, high = map(float, numbers)
