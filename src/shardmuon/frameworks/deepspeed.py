@@ -727,7 +727,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # load the state file, which `engine.load_checkpoint` skips
+        zero3.load_state_dict([saved] * num_ranks())  # load the state file, and read the swap files again
         zero3.checkpoint_event_epilogue()
         engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would refuse the next step
     return found
