@@ -184,7 +184,7 @@ class QKClip:
 
         @never_compiled
         def before(called: nn.Module, args: Any) -> None:
-            if called is module and self._is_measured and torch.is_grad_enabled():  # copies have the same hooks
+            if called is module and self._is_measured and torch.is_grad_enabled():  # a copy has the same hooks
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 
@@ -318,7 +318,8 @@ def _largest_logits(
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
     num_keys, scale = key.shape[-2], size**-0.5 if scale is None else scale
-    query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)  # shapes (.., G, H/G, L, E) and (.., G, 1, S, E)
+    # The new shapes are (.., G, H/G, L, E) and (.., G, 1, S, E).
+    query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)
     hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))
     rows = max(1, chunk // max(1, batch * heads * num_keys))

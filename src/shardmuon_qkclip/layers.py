@@ -228,7 +228,8 @@ def _layer_in(holder: Holder) -> Attention | None:
         preset = find_preset(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
-            if len(sizes) == 3:  # not cross-attention, with 2 sizes (k, v), or other layers, with 4 (q, k, v, z)
+            # Cross-attention has 2 sizes (k, v). Layers with 4 sizes (q, k, v, z) compute no softmax attention.
+            if len(sizes) == 3:
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 return _layer(holder, {below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
         if is_of_child and preset is None and "q" in (fused_parts(below) or ()):

@@ -233,10 +233,11 @@ class Scaler(TableCall[_Bound]):
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
         for target, layout in zip(self.find(), bound.layouts, strict=True):
-            if math.isinf(self._tau) or not target.weight.now:  # a later call in this step scales it
+            # If the framework takes a step in several calls, each call scales only the weights that it has stepped.
+            if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
-            per_row = target.rows.factors(of_heads[target.layer.name])  # factors of all rows, including those of other ranks
+            per_row = target.rows.factors(of_heads[target.layer.name])  # factors of the rows of all ranks
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
@@ -384,7 +385,7 @@ class Scaler(TableCall[_Bound]):
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
         """
-        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # whole, not as matrices
+        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # list it as one tensor
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
             raise ValueError(

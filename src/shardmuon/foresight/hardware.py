@@ -86,7 +86,7 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-_Row = tuple[float, float, float, float]  # a size, and the least, middle and largest value measured at this size
+_Row = tuple[float, float, float, float]  # (size, least, middle and largest value at this size)
 _Ends = NDArray[
     np.float64
 ]  # shape (3,): least, middle and largest value of a number; best, middle and worst value of an estimate

@@ -649,7 +649,7 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # the live job shows the warnings about routing
+        with warnings.catch_warnings():  # the live job will issue the same warnings
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)

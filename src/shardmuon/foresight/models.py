@@ -118,7 +118,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    sys.path.insert(0, folder)  # modules in this folder can be imported, as with `python -m`
+    sys.path.insert(0, folder)  # make modules in this folder importable, like `python -m`
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
     finally:

@@ -44,7 +44,7 @@ _FACTORS = {
 }
 _EXCHANGES = ("gather", "scatter", "relay")
 _Pick = Mapping[str, int]  # uncertain factor -> index of its value in a simulation: 0 best, 1 middle, 2 worst
-_Ends = NDArray[np.float64]  # (3,): best, middle and worst value
+_Ends = NDArray[np.float64]  # shape (3,): best, middle and worst value
 _Seconds = dict[str, _Ends]  # uncertain factor -> seconds that depend on it
 _Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
 
@@ -398,7 +398,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            members[key] += rank.count / bucket.num_ranks  # adds up to the number of groups with this key
+            members[key] += rank.count / bucket.num_ranks  # the sum is the number of groups of ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
 
@@ -439,7 +439,7 @@ class Report:
 
     def html(self) -> str:
         """Render the report as a self-contained HTML page. The page adapts to the browser's light or dark mode."""
-        from jinja2 import Environment  # a dependency of torch
+        from jinja2 import Environment  # installed with torch, which depends on it
 
         page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -520,7 +520,7 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
-    num_nodes = -(-exact.world // mesh.gpus_per_node)  # the last node may be partly filled
+    num_nodes = -(-exact.world // mesh.gpus_per_node)  # rounded up: the last node can be partly filled
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",

@@ -174,8 +174,8 @@ class DeepSpeedHost(Host):
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
         self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
-        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, for AdamW's flats too
-        self._unchecked = True  # True: compare the flats with the model's weights before the next step
+        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flats
+        self._unchecked = True  # True if the next step must compare the flats with the model's weights
         self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
         self._num_stepped = 0  # number of flats stepped in this training step
 
@@ -257,7 +257,7 @@ class DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # The first group holds all of it, because stage 3 loads only the first group of a universal checkpoint.
+            # Put the state of all groups into the first group: stage 3 loads only this group of a universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -615,7 +615,7 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
     the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # they differ if ZeRO offloads
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads the flat
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 

@@ -284,14 +284,14 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # `param_groups`' default differs by stage
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # other defaults would differ by stage
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets it directly
+        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets the group itself
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -621,7 +621,7 @@ def _distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none for it
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none here
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
