@@ -29,9 +29,9 @@ This module works with megatron-core 0.19 (docs/megatron.md lists the exact vers
     parameter, and fails for a tensor that does not have the parameter's shape. This is the case for an optimizer
     variant's state per matrix (such as NorMuon's), which is equal on all ranks that share the matrix, even if a rank's
     shard is empty. So this state is saved in the groups, by parameter name (see step/kept.py). That is sufficient if
-    each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's buffers.
-    In other formats, rank 0 saves its groups for all ranks. Ranks with other parameters than rank 0 would then lose
-    their state, so saving raises an error.
+    each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's buffers. In
+    other formats, rank 0 saves its groups for all ranks. Ranks with other parameters than rank 0 would then lose their
+    state, so saving raises an error.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class MuonFactory:
 
     Options that are not given come from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
     ``weight_decay``; ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
-    ``adam_epsilon``. If the Trainer later wraps the model in DistributedDataParallel, the ranks divide the
-    optimizer's work among themselves.
+    ``adam_epsilon``. If the Trainer later wraps the model in DistributedDataParallel, the ranks divide the optimizer's
+    work among themselves.
 
     Args:
         args: The Trainer's arguments. If None, `lr` must be given, and the other options have shardmuon's defaults.
