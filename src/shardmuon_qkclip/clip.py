@@ -2,16 +2,17 @@
 after each step (scaling.py).
 
 [Note: what is measured]
-    The logit of a query and a key is their dot product times the softmax scale. Pairs that the mask hides do not count,
-    and neither does a bias that a mask adds, since it does not come from the weights of q and k. Products are computed
-    in fp32 (in fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced. At most one chunk of the
-    matrix of logits is in memory at a time.
+    The logit of a query and a key is their dot product times the softmax scale. Pairs that the mask hides are ignored.
+    A bias that a float mask adds to logits is ignored as well, because it does not come from the weights of q and k.
+    Products are computed in fp32 (in fp64 for fp64 inputs), so rounding in half-precision kernels is not reproduced.
+    The matrix of logits is computed in chunks, of which only one is in memory at a time.
 
 [Note: where it is measured]
     During a layer's forward, a `TorchFunctionMode` intercepts the functions in `_MEASURES`, under whatever name the
-    layer has imported them. Their arguments are the queries and keys after rotation, caching and repetition. Attention
-    that is written out in torch operations (transformers' "eager") is measured at its softmax, whose argument is the
-    logits. Kernels that are not torch functions (flash-attn's) cannot be intercepted.
+    layer has imported them. The arguments of `scaled_dot_product_attention` are the queries and keys after rotation,
+    caching and repetition. Attention that is written out in torch operations (transformers' "eager") is measured at its
+    softmax, whose argument is the logits. Kernels that are not torch functions, such as those of flash-attn, cannot be
+    intercepted.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
 
 class LogitReport(NamedTuple):
-    """Largest logits in the last measured step, and the factors by which they were scaled.
+    """Largest attention logits in the last measured step, and the factors by which QK-clip scaled the logits.
 
     Attributes:
-        step: Number of that step, counted from 1; 0 before the first measured step.
+        step: Number of the last measured step, counted from 1; 0 before the first measured step.
         tau: Largest allowed logit.
-        layers: Largest logits and factors (gains) of each layer, as tensors on the weights' device.
+        layers: Largest logits and factors (gains) of each layer, as tensors on the device of the weights.
     """
 
     step: int
@@ -51,12 +52,13 @@ class LogitReport(NamedTuple):
 
     @property
     def max_logit(self) -> float:
-        """Largest logit of all layers; -inf before the first measured step. Reading it waits for the accelerator."""
+        """Largest logit of all layers; -inf before the first measured step. Reading this property synchronizes with the
+        accelerator."""
         return max((float(layer.maxima.max()) for layer in self.layers), default=-math.inf)
 
     @property
     def num_clipped(self) -> int:
-        """Number of key heads whose weights were scaled. Reading it waits for the accelerator."""
+        """Number of key heads whose weights were scaled. Reading this property synchronizes with the accelerator."""
         return sum(int((layer.gains < 1.0).sum()) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -71,41 +73,42 @@ class QKClip:
     """Hooks that measure the largest logit of each head in forward passes, and scale queries and keys after each step.
 
     The factor of a head is g = min(1, tau / S), where S is the head's largest logit in all forward passes with
-    gradients since the last step, over all ranks that share or replicate the weights. Heads that share keys take
-    the largest S among them. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
-    attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are
-    scaled like weights. (Kimi K2, https://arxiv.org/abs/2507.20534; Megatron's `clip_qk`.) The scaled weights have
-    the same bits as in one process, however they are sharded.
+    gradients since the last step, over all ranks that share or replicate the weights. If several heads share keys, S is
+    the largest logit of all these heads. Rows of q are multiplied by g^alpha and rows of k by g^(1 - alpha). In latent
+    attention, the queries' rotary rows are multiplied by g, and the shared rotary keys do not change. Biases are scaled
+    like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
+    weights have the same bits as in one process, on any sharding.
 
     Scaling runs at the end of each `optimizer.step()`. So frameworks that step copies of the weights (DeepSpeed's ZeRO,
-    Megatron) copy weights that are already scaled. Scaling is collective and does not wait for the accelerator. The
-    optimizer's groups determine which ranks hold replicas of plain tensors. If an error occurs on one rank, or ranks
-    differ, `step()` raises a RuntimeError on every rank. The step is then complete, but nothing has been scaled.
+    Megatron) write weights that are already scaled back to the model. Scaling is collective and does not wait for the
+    accelerator. The optimizer's groups determine which ranks hold replicas of plain tensors. If an error occurs on one
+    rank, or if ranks have different settings, `step()` raises a RuntimeError on every rank. The step is then complete,
+    but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: The optimizer that steps the model's weights. It must know their names. For Megatron's
-            ChainedOptimizer, pass the member that has the matrices.
+        optimizer: The optimizer that steps the model's weights. Its groups must contain the weights' names. For
+            Megatron's ChainedOptimizer, pass the chained optimizer that has the matrices.
         tau: Largest allowed logit. With math.inf, logits are only measured.
-        alpha: The queries' share of the factor, in [0, 1].
-        every: Interval in steps. Logits are measured and weights scaled in the first step, and then once per interval.
-            Other steps cost nothing.
-        layers: Layers to measure and scale, each named like its module. Default: all layers that `attention_layers`
-            finds.
+        alpha: Exponent of the factor for the queries, in [0, 1].
+        every: Interval in steps. Logits are measured and weights are scaled in the first step, and then once per
+            interval. Other steps cost nothing.
+        layers: Layers to measure and scale. The name of each layer must be the name of its module. Default: all layers
+            that `attention_layers` finds.
         logits: Optional function that replaces the hooks, for compiled models and for kernels that return the largest
             logits (TransformerEngine's max_logit). It returns a mapping from layer names to (num_heads,) tensors: the
             largest logit of each head since the function's last call, after the softmax scale. Heads with -inf, and
-            layers that are missing, count as not measured.
-        process_group: Ranks that train the same weights on other batches, if the weights' sharding does not show it.
-            For plain tensors, it is the data- and context-parallel group, unless the optimizer has this group already.
+            layers that the mapping does not contain, count as not measured.
+        process_group: Ranks that train the same weights on other batches. Required only if neither the sharding of the
+            weights nor the optimizer shows these ranks. For plain tensors, it is the data- and context-parallel group.
 
     Attributes:
-        layers: The layers that are measured and scaled.
+        layers: The attention layers that are measured and scaled.
         report: `LogitReport` of the last measured step.
 
     Raises:
         ValueError: No attention layer was found, a layer cannot be clipped, or one of its weights is not in the
-            optimizer. The message says why, and what to write.
+            optimizer. The message names the correction.
 
     Examples:
         >>> from shardmuon import Muon
@@ -150,7 +153,7 @@ class QKClip:
         if self._scaler.host is None:
             self._scaler.find()
         self._pending: dict[str, Tensor] = {}  # layer name -> largest logits since the last step
-        self._has_reduced = False  # True once this step's maxima are reduced; a step may take several calls
+        self._has_reduced = False  # avoids a second reduction if a framework calls step() several times per step
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []
         for layer in self.layers if logits is None else ():
@@ -169,8 +172,8 @@ class QKClip:
             handle.remove()
 
     def reset(self) -> None:
-        """Discard the logits measured since the last step. Loading optimizer state does this automatically. Call this
-        method if you change the model's weights in any other way, for example by loading only the model."""
+        """Discard the logits measured since the last step. Loading optimizer state does so automatically. Call this
+        method if you change the model's weights without loading optimizer state."""
         self._pending.clear()
         self._has_reduced = False
 
@@ -181,7 +184,7 @@ class QKClip:
 
         @never_compiled
         def before(called: nn.Module, args: Any) -> None:
-            if called is module and self._is_measured and torch.is_grad_enabled():  # a copied module has the same hooks
+            if called is module and self._is_measured and torch.is_grad_enabled():  # a copy has the same hooks
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 
@@ -199,17 +202,20 @@ class QKClip:
         return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor) -> None:
-        """Merge the largest logits of one forward pass into those that the layer has since the last step. For each
-        head, the largest finite logit counts, if there is any, so batches with non-finite logits are skipped."""
+        """Merge the largest logits of one forward pass into the layer's largest logits since the last step. For each
+        head, non-finite values are ignored if there is a finite value."""
         seen = torch.stack([maxima, self._pending.get(name, maxima)])
         finite = seen.masked_fill(~seen.isfinite(), -math.inf).amax(dim=0)
         self._pending[name] = torch.where(finite.isfinite(), finite, seen.amax(dim=0))
 
     def _of_all_heads(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
-        """Convert measured maxima to one maximum for each head of the layer. They may cover only this rank's heads
-        (other heads get -inf), or have a single dim for batch and heads."""
+        """Convert measured maxima to one maximum for each head of the layer.
+
+        The measured maxima can cover only this rank's heads under tensor parallelism; the other heads then get -inf.
+        If the measured maxima have a single dim for batch and heads, the maximum over the batch is taken.
+        """
         here, total = len(maxima), layer.num_heads
-        if here and here % total == 0:  # (batch * heads, L, S)
+        if here and here % total == 0:  # the logits had shape (batch * heads, L, S)
             return maxima.view(-1, total).amax(dim=0)
         parts = [] if not here or total % here else self._parts(layer, holder, total // here)
         if len(parts) != 1:
@@ -224,8 +230,14 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Find out which of `num_parts` equal parts of the heads this rank may compute. Returns their indices, from the
-        sharding of the weight if it is a DTensor in the forward pass, otherwise from the groups' tp_group."""
+        """Find the part of the heads that this rank computes under tensor parallelism, if the heads are divided into
+        `num_parts` equal parts.
+
+        Returns:
+            The indices of all parts that are possible; the part is known only if there is exactly one. They come from
+            the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the tp_group of
+            the optimizer's groups.
+        """
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
         live = attrgetter(below[0])(holder.module) if below else None
@@ -256,7 +268,8 @@ class QKClip:
                 self._conclude(done)
 
     def _conclude(self, done: tuple[LayerLogits, ...]) -> None:
-        """Finish a training step: count it, warn about layers that were not measured, and update the report."""
+        """Finish a training step: increase the step count, warn about layers that were not measured, and update the
+        report."""
         self._num_steps += 1
         missing = [layer.name for layer in done if layer.name not in self._pending]
         if missing and not self.report.step and self._measure is None:
@@ -277,32 +290,36 @@ class QKClip:
 
 @torch.no_grad()
 def _largest_logits(
-    query: Tensor,  # (.., H, L, E)
-    key: Tensor,  # (.., G, S, E); G divides H
+    query: Tensor,  # shape (.., H, L, E)
+    key: Tensor,  # shape (.., G, S, E), where G divides H
     value: Tensor | None = None,
-    attn_mask: Tensor | None = None,  # broadcasts to (.., H, L, S); False or -inf: hidden
+    attn_mask: Tensor | None = None,  # broadcast to shape (.., H, L, S); False or -inf hides a key
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
     chunk: int = 1 << 24,
-) -> Tensor:  # (H,), fp32; -inf for a head whose logits are all hidden by the mask
-    """Compute the largest logit of each head over all batches and positions. The arguments are those of
-    `torch.nn.functional.scaled_dot_product_attention`, of which some have no influence.
+) -> Tensor:  # shape (H,), fp32; -inf for a head whose logits are all hidden by the mask
+    """Compute the largest logit of each head over all batches and positions.
+
+    The arguments are the same as for `torch.nn.functional.scaled_dot_product_attention`, with the addition of `chunk`.
+    `value`, `dropout_p` and `enable_gqa` have no influence on the result.
 
     Args:
         query: Queries. For a DTensor, this rank's part is used.
-        key: Keys, likewise. They have fewer heads than the queries if several query heads share a key head.
-        attn_mask: Mask. Values that a float mask adds to logits are ignored, see [Note: what is measured].
-        is_causal: If True, query i sees only keys 0 to i.
+        key: Keys. For a DTensor, this rank's part is used. If several query heads share a key head, there are fewer key
+            heads than query heads.
+        attn_mask: Mask. Finite values that a float mask adds to logits are ignored, see [Note: what is measured].
+        is_causal: If True, query i attends only to keys 0 to i.
         scale: Scale of the softmax. Default: 1 / sqrt(E).
         chunk: Number of logits to compute at a time. At least one row of each head is computed.
     """
     query, key = (t if t.dtype == torch.float64 else t.float() for t in map(local_if_any, (query, key)))
     heads, length, size = query.shape[-3:]
     num_keys, scale = key.shape[-2], size**-0.5 if scale is None else scale
-    query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)  # (.., G, H/G, L, E), (.., G, 1, S, E)
+    # The new shapes are (.., G, H/G, L, E) and (.., G, 1, S, E).
+    query, keys = query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3)
     hidden = None if attn_mask is None else _is_hidden(local_if_any(attn_mask))
     batch = math.prod(torch.broadcast_shapes(query.shape[:-4], keys.shape[:-4]))
     rows = max(1, chunk // max(1, batch * heads * num_keys))
@@ -321,14 +338,14 @@ def _largest_logits(
     return found.float()
 
 
-def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf if there are no logits
+def _per_head(logits: Tensor) -> Tensor:  # shape (.., H, L, S) -> (H,); -inf if there are no logits
     each = logits.transpose(0, -3).flatten(1)
     return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
 
 
 def _is_hidden(mask: Tensor) -> Tensor:
-    """Return a bool mask that is True where a mask hides a key from a query, that is, where the mask is False, -inf, or
-    close to the lowest value of its dtype."""
+    """Return a bool mask that is True where `mask` hides a key from a query. A bool mask hides a key by False, a float
+    mask by -inf or by a value near the lowest value of its dtype."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
@@ -350,10 +367,10 @@ _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
 
 
 class _Watch(TorchFunctionMode):
-    """A context that measures the logits of one attention layer, see [Note: where it is measured].
+    """Context manager that measures the logits of one attention layer, see [Note: where it is measured].
 
     Args:
-        found: Function that is called with the largest logit of each head, for each intercepted call.
+        found: Function to which each intercepted call passes the largest logit of each head.
     """
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:

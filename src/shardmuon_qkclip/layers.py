@@ -1,10 +1,10 @@
-"""Describe attention layers by the rows of weights that produce queries and keys, and find a model's attention layers
-by the parameters and attributes of its modules. No framework is imported.
+"""Describe attention layers by the rows of weights that produce queries and keys, and find the attention layers of a
+model by the parameters and attributes of its modules. No framework is imported.
 
-A *layer* is an attention layer. A *head* is a query head. A *group* is the query heads that share one key head. A
-*role* says what rows of a weight produce: "q" and "k" are queries and keys, which share the scaling; "q_pe" are the
-rows of queries whose keys all heads share (rotary keys in multi-head latent attention); "" is anything else (values,
-gates).
+A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head. A
+*role* says what the rows of a weight produce: "q" and "k" stand for queries and keys, which are both scaled; "q_pe"
+stands for the part of queries whose keys all heads share (the rotary part in multi-head latent attention); "" stands
+for anything else, such as values and gates.
 
 Supported forms:
     separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
@@ -12,8 +12,8 @@ Supported forms:
     fused         Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k and v (GPT-2, GPT-NeoX,
                   Phi-3, timm)
     latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
-                  linear_q_proj; the queries' rotary part is scaled by the whole factor g, because the rotary keys are
-                  not scaled
+                  linear_q_proj; the queries' rotary part is scaled by the whole factor g of a head, because the rotary
+                  keys are not scaled
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Rows:
 
     Attributes:
         weight: The parameter's name.
-        parts: (role, number of rows) of each block of rows, in order.
-        repeats: Number of times that this sequence of blocks repeats: 1 for [all q, all k, all v], the number of heads
+        parts: (role, number of rows) of each block of rows, in the order in which the blocks are stored.
+        repeats: Number of times that the sequence of blocks occurs: 1 for [all q, all k, all v], the number of heads
             for [q, k, v of head 0, q, k, v of head 1, ..].
-        dim: Dim of the parameter along which the rows run: 1 for a weight that is stored transposed (`x @ W`).
+        dim: Dim of the parameter that indexes the rows: 0, or 1 for a weight that is stored transposed (`x @ W`).
 
     Raises:
         ValueError: A role is unknown or occurs twice, a count is not positive, or dim is not 0 or 1.
@@ -69,12 +69,15 @@ class Rows:
             )
 
     def num(self, *roles: _Role) -> int:
-        """Count the rows with these roles; all rows if no role is given."""
+        """Count the rows that have one of the given roles; all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
-    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # (num(),)
-        """Compute the factor of each row. `of_heads` has the factors of each role's heads, in order. The heads of a
-        role have equal numbers of rows."""
+    def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # shape (num(),)
+        """Compute the factor of each row.
+
+        Args:
+            of_heads: Role -> factor of each head, in order. All heads of a role have equally many rows.
+        """
         parts = [(of_heads[role], self.repeats * size) for role, size in self.parts]
         columns = [heads.repeat_interleave(num // len(heads)).view(self.repeats, -1) for heads, num in parts]
         return torch.cat(columns, dim=1).flatten()
@@ -85,12 +88,12 @@ class Attention:
     """One attention layer.
 
     Attributes:
-        name: Name of the layer's module, which identifies the layer in measured logits.
+        name: Name of the layer's module. Measured logits are assigned to the layer by this name.
         num_heads: Number of query heads.
-        num_groups: Number of key heads; equal to `num_heads` unless several query heads share one.
-        rows: The parameters that produce queries and keys, biases included.
-        normed: Names of modules that normalize queries or keys after their projection; "" if there are none. After a
-            norm, scaling the weights would not change the logits.
+        num_groups: Number of key heads; equal to `num_heads` unless several query heads share a key head.
+        rows: The parameters that produce queries and keys, including biases.
+        normed: Names of modules that normalize queries or keys after their projection; "" if there are none. If there
+            are any, scaling the weights would not change the logits.
 
     Raises:
         ValueError: The numbers of heads and rows do not fit together, or no parameter has rows of q, or of k.
@@ -119,8 +122,8 @@ class Attention:
 
 _DEEPSEEK = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MEGATRON = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# Names of the modules that project queries and keys. For latent attention, also the names of the attributes that hold
-# the sizes of a head's non-rotary part, rotary part and value.
+# Each entry gives the names of the modules that project queries and keys. For latent attention, it also gives the names
+# of the attributes that hold the sizes of a head's non-rotary part, rotary part and value.
 _PAIRS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("q_b_proj", "kv_b_proj", _DEEPSEEK),
     ("q_proj", "kv_b_proj", _DEEPSEEK),
@@ -144,10 +147,10 @@ class Holder(NamedTuple):
     """A module that holds parameters.
 
     Attributes:
-        name: Name of the module, without the parts that wrappers insert.
-        module: The module itself; if it is wrapped, the inner module.
-        weights: Parameters of the module and its submodules, with their places in the model. The keys are names
-            relative to the module.
+        name: Name of the module in the model, without the name parts that wrappers insert.
+        module: The module itself; if a wrapper contains the module, the inner module.
+        weights: Parameter name, relative to the module -> the parameter and its place in the model. Parameters of
+            submodules are included.
     """
 
     name: str
@@ -155,20 +158,22 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def shape(self, below: str) -> Ints:
-        """Return the global shape of a parameter; (0,) if it is unknown (plain tensor-parallel shards)."""
+        """Return the global shape of the parameter named `below`; (0,) if the shape is unknown, as for plain
+        tensor-parallel shards."""
         param, place = self.weights[below]
         shape, unknown = logical_shape(param, place.module)
         return (0,) if unknown else shape
 
     def number(self, *names: str) -> int:
-        """Return the first positive integer among these attributes of the module or its config; 0 if there is none."""
+        """Return the first positive integer among the given attributes of the module and of its config; 0 if there is
+        none."""
         owners = (self.module, getattr(self.module, "config", None))
         values = (getattr(owner, name, None) for name in names for owner in owners)
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
     @classmethod
     def all_in(cls, model: nn.Module) -> dict[str, Holder]:
-        """Find every module that has parameters itself or in its submodules. The keys are module names."""
+        """Find every module that has parameters, either itself or in its submodules, by module name."""
         found: dict[str, Holder] = {}
         for param, places in find_places(model):
             for place in places:
@@ -183,11 +188,11 @@ def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
     `QKClip(layers=)`.
 
     Args:
-        model: The model; may be wrapped or sharded.
+        model: The model. It can be wrapped or sharded.
 
     Raises:
-        ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of an unknown
-            type.
+        ValueError: A layer's sizes do not fit its weights, the logits of a layer cannot be measured, or the name of a
+            weight suggests that the weight fuses queries and keys in an unknown form.
     """
     return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
 
@@ -197,8 +202,8 @@ def _layer_in(holder: Holder) -> Attention | None:
     Returns None if the module has no such parameters.
 
     Raises:
-        ValueError: Logits of this type of module cannot be measured, a weight looks like fused queries and keys of an
-            unknown type, or sizes are unknown or do not fit.
+        ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or the
+            name of a weight suggests that the weight fuses queries and keys in an unknown form.
     """
     number = holder.number
     if isinstance(holder.module, nn.MultiheadAttention):
@@ -214,7 +219,7 @@ def _layer_in(holder: Holder) -> Attention | None:
             nope, rope, value = map(number, sizes)
             parts: dict[str, _Parts] = {q: (("q", nope), ("q_pe", rope)), k: (("k", nope), ("", value))}
             return _layer(holder, parts, number(*_HEADS), size=nope)
-    if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron: queries, key, value of each group
+    if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron stores q, k and v group by group
         size, heads = number("kv_channels"), number("num_attention_heads")
         groups = number("num_query_groups") or heads or 1
         return _layer(holder, {"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
@@ -223,7 +228,8 @@ def _layer_in(holder: Holder) -> Attention | None:
         preset = find_preset(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
-            if len(sizes) == 3:  # 4 sizes: q, k, v, z of another kind of layer; 2 sizes: k, v of cross-attention
+            # Cross-attention has 2 sizes (k, v). Layers with 4 sizes (q, k, v, z) compute no softmax attention.
+            if len(sizes) == 3:
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 return _layer(holder, {below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
         if is_of_child and preset is None and "q" in (fused_parts(below) or ()):
@@ -241,10 +247,10 @@ def _layer(
 
     Args:
         holder: The module with its parameters.
-        of_weights: Name of each weight of queries and keys, relative to the module -> blocks of rows, as in
-            `Rows.parts`. Unknown sizes are 0.
-        repeats, dim: Attributes of `Rows` for all these weights.
-        size: Number of rows with role "q" in a head, if the weights show it; otherwise 0.
+        of_weights: Weight name, relative to the module -> blocks of rows, as in `Rows.parts`, for each weight that
+            produces queries or keys. Unknown sizes are 0.
+        repeats, dim: Attributes of `Rows`, equal for all these weights.
+        size: Number of rows with role "q" in a head. 0 if the number must be derived from the module's attributes.
 
     Raises:
         ValueError: A size is unknown, or sizes do not fit together.

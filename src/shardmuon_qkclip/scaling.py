@@ -1,31 +1,32 @@
 """Scale rows of sharded query and key weights, depending on the largest attention logits over all ranks. The rows are
-located once. After that, each step does one reduction.
+located once. From then on, each step needs a single reduction over ranks.
 
 [Note: the rule]
-    The rule is that of Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py
-    and multi_latent_attention.py). S is the largest logit of a head, or of all heads in its group if they share keys:
+    Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
+    multi_latent_attention.py) use the same rule. S is the largest logit of a head or, if several heads share keys, the
+    largest logit of these heads:
 
         g = tau / S if S > tau, else 1
-        q rows <- g^alpha,  k rows <- g^(1 - alpha),  q_pe rows <- g,  shared rotary keys unchanged
+        q rows times g^alpha,  k rows times g^(1 - alpha),  q_pe rows times g,  shared rotary keys unchanged
 
-    so that the head's logits shrink by the factor g. If S is not finite, g = 1, since S then shows nothing about the
-    weights.
+    So the head's logits are multiplied by g. If S is not finite, g = 1, because S then shows nothing about the weights.
 
 [Note: exact on any sharding]
-    The maxima are reduced by max, whose order does not matter, so they are equal on every rank. Every rank computes the
-    same factors from them, and multiplies the elements that it stores. So the scaled weights have the same bits as in
-    one process. A layout table lists the elements that each rank stores. All ranks make it together and cache it.
+    The largest logits are reduced over ranks by max. The order of a max does not matter, so the result is equal on
+    every rank. Every rank computes the same factors from the result, and multiplies the elements that it stores. So the
+    scaled weights have the same bits as in one process. A layout table lists the elements that each rank stores. All
+    ranks make this table together, and cache it.
 
 [Note: variants that keep norms]
-    Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next step. It also bounds
-    logits by itself, because the product of the norms of q and k does not grow. So QK-clip refuses weights that are
-    updated by such a variant.
+    The optimizer variant Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next
+    step. Hyperball needs no QK-clip: it bounds logits itself, because the norms of the weights of q and k do not grow.
+    So QK-clip refuses weights that are updated by a variant that keeps norms.
 
 [Note: who reduces]
-    A layer's weights may be stored on several overlapping sets of ranks. The layer's maxima are taken over all ranks
-    that these sets connect. A single reduction covers all layers, over all ranks that share parameters directly or
-    through other ranks. In the reduced vector, each layer has a separate slot for each group of connected ranks, and a
-    rank that does not have the layer contributes -inf.
+    A layer's weights can be stored on several overlapping sets of ranks. The layer's maxima are taken over all ranks
+    that these sets connect. A single reduction covers all layers. It runs over all ranks that share parameters directly
+    or through other ranks. In the reduced vector, each layer has a separate slot for each group of connected ranks. A
+    rank contributes -inf to all slots except those of its own groups.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ from shardmuon_qkclip.layers import Attention, Rows
 
 
 class LayerLogits(NamedTuple):
-    """Largest logits of one layer in one step, and the factors by which they were scaled.
+    """Largest logits of one layer in one step, and the factors by which QK-clip scaled the logits.
 
     Attributes:
         name: Name of the layer.
         maxima: (num_heads,) fp32: largest logit of each head over all ranks; -inf if the head was not measured.
-        gains: (num_groups,) fp32: factor by which the logits of each key head's group were scaled.
+        gains: (num_groups,) fp32: for each key head, the factor for the logits of all query heads that share it.
     """
 
     name: str
@@ -85,23 +86,23 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return a value that changes whenever the layout table must be rebuilt."""
+        """Return a cache key of the layout table. The key changes whenever the table must be rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
 
-_Told = dict[tuple[str, int], Ranks]  # (layer name, number of heads) -> ranks that share or replicate the weights
+_Told = dict[tuple[str, int], Ranks]  # (layer name, number of heads) -> ranks that share or replicate its weights
 
 
 class _Bound(Agreed):
-    """The layout table of the weights, the same on all ranks.
+    """The layout table of the query and key weights, which is equal on all ranks.
 
     Attributes:
-        key: Cache key, which changes if the weights or the way in which they are sharded change.
-        device: Device of the maxima.
-        layouts: Layout of each weight, that is, the elements that each rank stores.
-        slots: Entries of the vector that is reduced, in order: (layer, number of heads, ranks over which the layer's
-            maxima are taken).
+        key: Cache key, which changes if the weights or their sharding change.
+        device: Device of the largest logits.
+        layouts: Layout of each weight, which lists the elements that each rank stores.
+        slots: Slots of the vector that is reduced, in order. A slot is (layer, number of heads, ranks over which the
+            layer's maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -112,14 +113,15 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.num():  # all ranks with this weight raise, since they have the same layout
+            if size != rows.num():  # equal on all ranks with this weight, so all raise the error
                 raise Unlike(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )
 
     def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return a view of this rank's slot for each layer, in a vector of all slots."""
+        """Return the slot of each layer on this rank, by layer name. The slots are views of `flat`, a vector of all
+        slots."""
         parts = flat.split([num_heads for _, num_heads, _ in self.slots])
         return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
 
@@ -131,9 +133,10 @@ class Scaler(TableCall[_Bound]):
         optimizer: The optimizer that steps the weights.
         layers: The attention layers to scale.
         tau: Largest allowed logit.
-        alpha: The queries' share of the factor, see [Note: the rule].
-        process_group: Ranks that train the same weights on other batches, if the weights' sharding does not show it.
-        params: Parameter name -> the model's parameter, if it is known.
+        alpha: Exponent of the factor for the queries, in [0, 1], see [Note: the rule].
+        process_group: Ranks that train the same weights on other batches. Required only if the sharding of the weights
+            does not show these ranks.
+        params: Name -> parameter of the model.
 
     Raises:
         ValueError: tau or alpha is out of range, or two layers have the same name.
@@ -173,17 +176,17 @@ class Scaler(TableCall[_Bound]):
     @torch.no_grad()
     def reduce(
         self,
-        measure: Callable[[], Mapping[str, Tensor]],  # layer -> (num_heads,)
+        measure: Callable[[], Mapping[str, Tensor]],  # returns layer name -> tensor of shape (num_heads,)
     ) -> None:
-        """Compute the largest logits over all ranks, from which `apply_` scales the weights. Collective. No weights are
-        changed.
+        """Compute the largest logits over all ranks, which determine the factors in `apply_`. Collective. No weights
+        are changed.
 
         Args:
-            measure: Function that returns this rank's maxima, from which layers may be missing. It may be the user's
-                function, so it may raise any exception.
+            measure: Function that returns this rank's maxima. Layers that were not measured can be missing. The
+                function can come from the user, so it can raise any exception.
 
         Raises:
-            Refused: Something is wrong on this rank or on another rank. It is raised on every rank.
+            Refused: An error occurred on this rank or on another rank. The exception is raised on every rank.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
         fault = Fault()
@@ -192,24 +195,24 @@ class Scaler(TableCall[_Bound]):
         try:
             bound, _ = self.agree(fault)
             self._all = _largest(self._own, bound.component, self._group)
-        except Refused:  # raised on all ranks, so they are still in step and can continue
+        except Refused:  # raised on all ranks at the same point, so training can continue
             raise
-        except BaseException as error:  # other ranks may still wait, or may have continued
+        except BaseException as error:  # other ranks can still be waiting, or can have continued
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    close_lane(self._bound.component)  # makes ranks that wait for this rank fail at once
+                    close_lane(self._bound.component)  # ranks that wait for this rank then fail immediately
             raise
 
     @torch.no_grad()
     def apply_(self) -> tuple[LayerLogits, ...]:
-        """Scale the rows that this rank stores, by the factors that follow from the maxima that `reduce` has computed.
-        Collective, because the ranks confirm to each other that they have succeeded.
+        """Scale the rows that this rank stores. The factors are computed from the maxima that `reduce` has found.
+        Collective, because the ranks confirm to each other that the scaling has succeeded.
 
         Raises:
-            ExchangeError: This or another rank raised an error while scaling, so that only some weights may have been
-                scaled. The optimizer then refuses further steps. On the rank with the error, an interrupt or an
-                out-of-memory error is raised unchanged.
+            ExchangeError: An error occurred on this or another rank while it scaled weights, so it is possible that
+                only some weights have been scaled. The optimizer then refuses further steps. If the error is an
+                interrupt or an out-of-memory error, the rank on which it occurred raises it unchanged.
         """
         bound, fault, done = self._bound, Fault(), tuple[LayerLogits, ...]()
         assert bound is not None, "reduced"
@@ -230,17 +233,19 @@ class Scaler(TableCall[_Bound]):
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
         for target, layout in zip(self.find(), bound.layouts, strict=True):
-            if math.isinf(self._tau) or not target.weight.now:  # scaled in a later call of this step
+            # If the framework takes a step in several calls, each call scales only the weights that it has stepped.
+            if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
-            per_row = target.rows.factors(of_heads[target.layer.name])  # covers all rows, not only this rank's
+            per_row = target.rows.factors(of_heads[target.layer.name])  # factors of the rows of all ranks
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
         return tuple(LayerLogits(name, maxima[name], gain) for name, gain in gains.items())
 
     def _remember(self, text: str) -> str:
-        """Make the optimizer refuse further steps, as it does after an error in a step. Returns the reason `text`."""
+        """Make the optimizer refuse further steps, as after an error in a step. Returns the complete error message,
+        which contains the reason `text`."""
         text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
@@ -275,7 +280,8 @@ class Scaler(TableCall[_Bound]):
         return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        """Assign slots in the reduced vector to each layer, from the entries that all ranks have sent."""
+        """Assign slots of the reduced vector to the layers, from the entries that all ranks have sent. A layer gets one
+        slot for each set of connected ranks, see [Note: who reduces]."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []
@@ -310,20 +316,21 @@ class Scaler(TableCall[_Bound]):
 
     @property
     def host(self) -> Host | None:
-        """The framework (such as DeepSpeed) whose tensors the optimizer steps, or None."""
+        """Integration with the framework (such as DeepSpeed) whose tensors the optimizer steps; None if there is
+        none."""
         hosts = getattr(self._optimizer, "hosts", None)
         return hosts.active if isinstance(hosts, Hosts) else None
 
     def _weights(self) -> list[Weight]:
-        """List all weights of the optimizer, in the form in which it steps them."""
+        """List all weights that the optimizer steps, including a framework's copies of parameters."""
         if self.host is not None:
             return self.host.weights(self._optimizer)
         groups = enumerate(self._optimizer.param_groups)
         return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
 
     def find(self) -> list[_Target]:
-        """Find every weight of the layers in the optimizer: the model's parameter, or a framework's copy with the same
-        name.
+        """Find every weight of the attention layers in the optimizer. The optimizer has either the model's parameter or
+        a framework's copy of the parameter, with the same name.
 
         Raises:
             ValueError: A weight is not in the optimizer, must not be scaled, or belongs to two layers.
@@ -354,8 +361,9 @@ class Scaler(TableCall[_Bound]):
         return list(found.values())
 
     def _check_may_be_scaled(self, layer: Attention, weight: Weight, param: Tensor) -> None:
-        """Raise ValueError if a weight cannot usefully be scaled: its queries or keys are normalized afterwards, it is
-        frozen, or its optimizer variant preserves its norm."""
+        """Raise ValueError if scaling a weight would be useless or wrong, unless `tau` is infinite: the layer
+        normalizes the queries or keys after their projection, the weight is frozen, or the optimizer variant keeps its
+        norm."""
         stages = stages_of(weight.group) if weight.group.get("use_muon") else ()
         reasons = {
             f"{layer.normed} normalizes the queries or keys that it makes, and bounds the logits": layer.normed,
@@ -372,12 +380,12 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """Make the layout table's entry for a weight.
+        """Make the entry of the layout table for a weight.
 
         Raises:
-            ValueError: The weight is a plain tensor, and the ranks that hold replicas of it are not known.
+            ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
         """
-        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # not split into matrices
+        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # list it as one tensor
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
             raise ValueError(
@@ -390,11 +398,12 @@ class Scaler(TableCall[_Bound]):
 
 
 def _largest(
-    flat: Tensor,  # 1-D
+    flat: Tensor,  # 1-D tensor
     ranks: Ranks,
     hint: GroupRef | None,
-) -> Tensor:  # 1-D
-    """Compute the elementwise maximum of a vector over `ranks`. Collective among these ranks."""
+) -> Tensor:  # 1-D tensor
+    """Compute the elementwise maximum over `ranks` of a vector that each of these ranks has. Collective among
+    `ranks`."""
     if len(ranks) == 1:
         return flat
     group = group_for(ranks, hint)
@@ -405,8 +414,8 @@ def _largest(
 
 
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield a view of each part of a weight that this rank stores, with the same number of dims as the weight, and the
-    index along `dim` at which the part begins."""
+    """Yield each part of a weight that this rank stores, as (view, start). The view has as many dims as the weight, and
+    `start` is the index along `dim` at which the part begins in the weight."""
     for start, sizes, strides, offset in layout.spans(my_rank(), local.stride()):
         yield local.as_strided(sizes, strides, local.storage_offset() + offset), start[dim]
 
@@ -416,21 +425,22 @@ def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tenso
 
 def _gains(
     layer: Attention,
-    maxima: Tensor,  # (num_heads,), fp32
+    maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
-) -> Tensor:  # (num_groups,), fp32
-    """Compute the factor g of each key head: tau / S if S > tau, else 1 ([Note: the rule])."""
+) -> Tensor:  # shape (num_groups,), fp32
+    """Compute the factor g of each key head, see [Note: the rule]."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # divide two tensors, because torch computes number / tensor as number * (1 / tensor), which rounds twice
+    # Divide two tensors: torch computes number / tensor as number * (1 / tensor), which is rounded twice.
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 
 def _factors(
     layer: Attention,
-    gain: Tensor,  # (num_groups,)
+    gain: Tensor,  # shape (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """Compute the factors of each role's rows. A role has one factor per query head or, for keys, per key head."""
+    """Compute the factors of each role. The roles "q" and "q_pe" have one factor per query head, "k" has one per key
+    head, and "" has a single factor of 1."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

@@ -1,8 +1,8 @@
 """Count the work of every rank in a plan without running ranks: bytes sent, peers, matrices and operations.
 
-The counts follow the same rules as plan/program.py ([Note: results in two stages]), but cover all ranks at once. The
-tiles of a bucket (a bucket is a group of matrices that are processed together; a tile is a rank's part of a matrix) are
-stored as arrays, and the bucket's traffic as a list of messages.
+A bucket is a group of matrices that are processed together; a tile is the part of a matrix that one rank stores. The
+counts follow the same rules as plan/program.py ([Note: results in two stages]). That module looks at one rank at a
+time; this module counts all ranks at once, with the tiles of a bucket in arrays and its traffic as a list of messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Matrices(NamedTuple):
 
     Attributes:
         rows, cols: Shape of each matrix.
-        how: Text of a `Choice`: the orthogonalization method and the dtype of its matrix products.
+        how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
         num: Number of matrices.
         flops: Floating point operations to orthogonalize one matrix, as the planner counts them.
     """
@@ -45,12 +45,12 @@ class _Matrices(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Bytes that one rank sends or receives in one exchange. Data that stays on the rank is not counted.
+    """Bytes that one rank sends in one exchange, or bytes that it receives. Data that stays on the rank is not counted.
 
     Attributes:
-        inside: Bytes exchanged with ranks on the same node.
-        across: Bytes exchanged with ranks on other nodes.
-        peers: Number of ranks with which this rank exchanges bytes.
+        inside: Bytes sent to (or received from) ranks on the same node.
+        across: Bytes sent to (or received from) ranks on other nodes.
+        peers: Number of ranks to which this rank sends bytes (or from which it receives bytes).
     """
 
     inside: int = 0
@@ -67,9 +67,10 @@ class _Sides(NamedTuple):
     """Bytes that one rank sends (or receives) in the three exchanges of one bucket.
 
     Attributes:
-        gather: Tiles on the way to the ranks that orthogonalize the matrices (owners).
-        scatter: Results on the way back to the ranks that store the tiles, and state of the optimizer variant's stages.
-        relay: Results and stage state that are forwarded to other replicas.
+        gather: Tiles (parts of matrices) that are sent to the owners, the ranks that orthogonalize the matrices.
+        scatter: Results that the owners send back to the ranks that store the tiles, and the state of the optimizer
+            variant's stages.
+        relay: Results and stage state that one replica forwards to other replicas.
     """
 
     gather: _Sent = _Sent()
@@ -82,20 +83,22 @@ class BucketCount:
     """Work of one rank in one bucket.
 
     Attributes:
-        number: Index of the bucket in the plan, equal on all ranks that exchange it; -1 if nothing is exchanged.
+        number: Index of the bucket in the plan, equal on all ranks that exchange the bucket's matrices; -1 if nothing
+            is exchanged.
         route: Way in which the bucket's matrices reach the ranks that orthogonalize them, see `plan.plan.Bucket`.
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
-        num_nodes: Number of nodes that these ranks are on.
+        num_nodes: Number of nodes to which these ranks belong.
         itemsize: Bytes per element in the batches and in the exchanged data.
         matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
         held: Number of elements of the bucket whose momentum and weights this rank updates.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
-        foreign: Number of elements in `held` that are sent to other ranks (owners) to be orthogonalized.
-        idle: Number of elements in `held` whose results arrive in the relay, from another replica.
+        foreign: Number of elements in `held` that this rank sends to other ranks, which orthogonalize them.
+        idle: Number of elements in `held` that another replica sends to be orthogonalized. This rank receives their
+            results in the relay.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
-        relays: True if the bucket has a relay.
-        batches: Bytes of the batches in which `matrices` are orthogonalized.
+        relays: True if the bucket has a relay, that is, an exchange that forwards results to other replicas.
+        batches: Bytes of the batches (stacks of equal matrices) in which `matrices` are orthogonalized.
         largest: Number of elements in the largest tile (part of a matrix) that this rank holds.
     """
 
@@ -117,7 +120,7 @@ class BucketCount:
 
     @property
     def exchanges(self) -> int:
-        """Number of all-to-all calls."""
+        """Number of all-to-all calls for the bucket: two for gather and scatter, one for the relay."""
         return 2 * self.gathers + self.relays
 
 
@@ -129,10 +132,11 @@ def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[Buc
 
     Args:
         plan: The plan.
-        node_of: Function from a rank to the index of its node.
+        node_of: Function that maps a rank to the index of its node.
 
     Returns:
-        The work of each rank in its buckets, in the plan's order. The keys are all ranks that take part, ascending.
+        Rank -> its work in each of its buckets, in the plan's order. The keys are all ranks that take part in the plan,
+        ascending.
     """
     found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
     ways = _ways_in(plan)
@@ -150,8 +154,8 @@ class _Ways(NamedTuple):
         at: Rank that stores the tile.
         numel: Number of elements in the tile.
         owner: Rank that orthogonalizes the matrix for rank `at`.
-        source: Rank that exchanges the tile with the owner. If several ranks store copies of the tile, only one of them
-            does so; it is the owner itself if the owner stores a copy.
+        source: Rank that exchanges the tile with the owner. Only one rank does so, even if several ranks store copies
+            of the tile. If the owner stores a copy, the source is the owner itself.
     """
 
     at: _Ints
@@ -161,8 +165,8 @@ class _Ways(NamedTuple):
 
 
 def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
-    """Make a function that returns the tiles of a matrix, with the ranks that exchange them. Matrices with the same
-    layout and owners share a result."""
+    """Make a function that maps a matrix of the plan to its tiles and to the ranks that exchange them. The function
+    caches its results, because matrices with equal layouts and owners have equal tiles."""
 
     @cache
     def stored(layout: ParamLayout, matrix: int) -> tuple[_Ints, _Ints, list[Piece]]:
@@ -206,7 +210,7 @@ def _counts(
     }
     told = list(_told(plan, bucket, ways)) if bucket.exchange else []
     exchanging, relays = bucket.ranks[:1], False
-    if bucket.exchange:  # replicas that have their own owners exchange separately
+    if bucket.exchange:  # if each replica has its own owner, the ranks of a replica exchange only among themselves
         exchanging = layouts[0].replicas[0] if len(items[0].owners) > 1 else bucket.ranks
         relays = any(of.has_replicas and len(item.owners) == 1 for of, item in zip(layouts, items, strict=True))
     num_nodes = len(set(map(node_of, exchanging)))
@@ -245,10 +249,11 @@ def _counts(
 
 
 def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the messages that send a stage's state to the ranks that store it, as (exchange, sender, receiver, bytes).
+    """Yield the messages that send the state of an optimizer variant's stages to the ranks that store the state. A
+    message is (exchange, sender, receiver, bytes).
 
-    The sender is usually the matrix's owner, the rank that orthogonalizes it. If the receiver does not exchange any of
-    its tiles with the owner because another replica does, the sender is the rank that exchanges its first tile.
+    The sender is usually the matrix's owner, the rank that orthogonalizes the matrix. But if another replica exchanges
+    all of the receiver's tiles with the owner, the sender is the rank that exchanges the receiver's first tile.
     """
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
@@ -271,8 +276,17 @@ def _ints(numbers: Iterable[Any]) -> _Ints:
 def _sides(
     messages: tuple[_Ints, _Ints, _Ints], more: Sequence[Sequence[int]], ranks: _Ints, nodes: _Ints
 ) -> tuple[list[_Sent], list[_Sent]]:
-    """Count the bytes and peers of each rank in one exchange. Returns two lists: for sending and for receiving. `more`
-    holds additional messages as (sender, receiver, bytes), `messages` an array of each."""
+    """Count the bytes and peers of each rank in one exchange.
+
+    Args:
+        messages: Three arrays with one entry per message: senders, receivers and numbers of bytes.
+        more: Further messages, each as (sender, receiver, bytes).
+        ranks: All ranks that take part, ascending.
+        nodes: Index of the node of each entry of `ranks`.
+
+    Returns:
+        Two lists with one entry per rank: for sending and for receiving.
+    """
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))
     pairs, of_message = np.unique(

@@ -2,21 +2,22 @@
 products of real shapes reach.
 
 `Rates` estimates the seconds that matrix products, exchanges and passes over memory take. Each estimate has three
-values: all uncertain numbers at their best, in the middle, and at their worst. A machine's file (`data/hardware/`)
-gives the source of each number, and says whether the number was checked. `Rates` records the unchecked numbers that
-were used, and the tables that were read beyond their ends.
+values: one with all uncertain numbers at their best, one with all at their middle values, and one with all at their
+worst. A machine's file (`data/hardware/`) gives the source of each number and states whether the number was checked.
+`Rates` records the unchecked numbers that an estimate used, and the tables from which it extrapolated.
 
 [Note: how an exchange is timed]
-    NCCL implements an all-to-all as sends and receives and has no cost model for it. If the machine's file has measured
-    times, they are used. Otherwise the time is a latency, plus a little for each peer, plus the transfer time on the
-    slower of two paths: the links inside a node, and the rank's share of the network (an all-to-all cannot use the NICs
-    of other ranks: nccl-tests#267).
+    NCCL implements an all-to-all as sends and receives, and has no cost model for an all-to-all. Inside a node, the
+    measured times in the machine's file are used, if there are any. Otherwise the time is the sum of a latency, a
+    latency per peer, and the transfer time on the slower of two paths: the links inside a node, and the rank's share of
+    the network (an all-to-all cannot use the NICs of other ranks: nccl-tests#267).
 
 [Note: batches]
     Matrices of one shape are processed in batches. The batch size depends on the shape and the device. The last batch
     is padded with zeros, which take time but do not count as work in the plan. With a good library, a batch of small
-    products uses a device as well as one large product does. So the efficiency of a batch is between the efficiency of
-    one of its matrices and that of a single matrix as large as the whole batch. The interval covers both.
+    products can use a device as well as one large product does. So the efficiency of a batch is between two values: the
+    efficiency of one of its matrices alone, and the efficiency of a single matrix that takes as many operations as the
+    whole batch. The estimated interval covers both values.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ from numpy.typing import NDArray
 from shardmuon.orthogonalize import batch_size, default_dtype
 from shardmuon.orthogonalize.choice import Choice
 
-# Bytes that each pass over memory reads and writes per fp32 element, not counting the buffers that are sent or received
-# (in the wire dtype). A pass is a sequence of kernels, each of which runs on lists of tensors (foreach). G is the
-# gradient, B the momentum buffer, U the update, W the weight.
+# Bytes that each pass over memory reads and writes per fp32 element. Buffers that are sent or received are not counted,
+# because they have the dtype of the exchange. A pass is a sequence of foreach kernels, which run on lists of tensors. G
+# is the gradient, B the momentum buffer, U the update, W the weight.
 #   pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the send buffer).
-#   momentum: only the first lerp, for elements that another replica sends.
+#   momentum: only the first lerp of "pack", for elements that another replica sends to be orthogonalized.
 #   apply: scale (read W, write W), widen (read the receive buffer, write U), add (read U, read W, write W).
-#   adamw: the fused kernel reads p, g, m, v and writes p, m, v.
+#   adamw: the fused kernel reads the parameter, the gradient and both moments, and writes all but the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-# Kernel launches in five Newton-Schulz steps: operations except views, counted under a TorchDispatchMode. They count
-# per batch, or per matrix for methods that do not batch. For small matrices, launches determine the least time.
+# Number of kernel launches in five Newton-Schulz steps, for each method: the operations that a TorchDispatchMode sees,
+# without views. These launches happen once per batch, or once per matrix if the method does not batch. Small matrices
+# cannot take less time than their launches.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Meaning of each number in a hardware file, in SI units. A key is a number's name, or the first words of the names of
-# several related numbers. For tables, the size by which they are indexed is in parentheses.
+# Meaning and unit of each number in a hardware file. A key is a number's name, or the first words of the names of
+# several related numbers. Parentheses after a table's unit name the size by which the table is indexed.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -72,7 +74,7 @@ _NUMBERS = {
     "mfu": "share of the peak that forward and backward reach in training",
     "efficiency of": 'share of the peak (short side), by what is multiplied: "METHOD DTYPE", a dtype, or "any"',
 }
-# Numbers that a hardware file may leave out; all are times.
+# Optional numbers of a hardware file. All of them are times, or factors on times, so lower is better.
 _OPTIONAL = {
     "all-to-all": "seconds (bytes that a rank sends), by ranks of one node",
     "pass pack": "seconds an element (elements of a fragment)",
@@ -84,23 +86,24 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-_Row = tuple[float, float, float, float]  # a size, and the least, middle and largest value measured at this size
+_Row = tuple[float, float, float, float]  # (size, least, middle and largest value at this size)
 _Ends = NDArray[
     np.float64
-]  # (3,): least, middle and largest value; of results: with all uncertain numbers at their best
+]  # shape (3,): least, middle and largest value of a number; best, middle and worst value of an estimate
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A number that describes a machine, or a table of such numbers by size, with its source.
+    """A number that describes a machine, or a table of numbers indexed by size, with the source of the data.
 
     Attributes:
         source: Origin of the number: an address, a datasheet or a command.
-        verified: True if the number was read in the source itself; False if it is derived or second-hand.
-        rows: Aspect ratio (long side / short side; 1 if the table has none) -> rows sorted by size. Values between two
-            rows are interpolated linearly in the logarithms of size and value. A plain number has one row, of size 1.
-        slope: Behavior beyond the last size: 0 if the value stays constant (a rate), 1 if it grows in proportion to the
-            size (a time).
+        verified: True if the number was read in the source itself; False if the number is derived or second-hand.
+        rows: Aspect ratio of a matrix (long side / short side) -> rows sorted by size. The aspect ratio is 1 if the
+            table does not depend on it. Values between two rows are interpolated linearly in the logarithms of size and
+            value. A single number is stored as one row of size 1.
+        slope: Behavior beyond the last size: 0 if the value stays constant (a rate), 1 if the value grows in proportion
+            to the size (a time).
     """
 
     source: str
@@ -109,8 +112,11 @@ class _Known:
     slope: float = 0.0
 
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[_Ends, bool]:
-        """Look up the value at a size > 0 and an aspect ratio. It is interpolated by size at the two neighboring aspect
-        ratios, then between the two results. Returns the value, and True if the size is beyond the table's ends."""
+        """Look up the value at a size > 0 and an aspect ratio of a matrix.
+
+        The value is interpolated by size at each of the two neighboring aspect ratios, then between the two results.
+        Returns the value as (least, middle, largest), and True if the value is extrapolated.
+        """
         aspects = sorted(self.rows)
         along, outside = zip(*(self._along(self.rows[one], size) for one in aspects), strict=True)
         value = np.array([_between(aspect, aspects, values) for values in zip(*along, strict=True)])
@@ -118,14 +124,14 @@ class _Known:
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
         sizes, *ends = zip(*rows, strict=True)
-        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, time is all latency
+        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, a time is a latency
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate the value at `at` linearly in logarithms, from values measured at ascending `places`. At a measured
-    place, the result is exactly the measured value; beyond an end, it is the value at that end."""
+    """Interpolate between values measured at ascending `places`, linearly in the logarithms of place and value. At a
+    measured place, the result is exactly the measured value; beyond an end, the result is the value at that end."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -140,10 +146,10 @@ class Hardware:
     Attributes:
         name: Name that selects the machine in commands, such as "h100".
         title: Description shown in reports.
-        device: Type of torch device ("cuda", "cpu", ..), which decides the plan's defaults.
-        numbers: Numbers by name, such as "link", "peak bfloat16" or "all-to-all 4"; `_NUMBERS` and `_OPTIONAL` list
-            them all.
-        notes: Remarks that reports print with time estimates.
+        device: Type of torch device, such as "cuda" or "cpu". It determines the defaults with which a job is planned.
+        numbers: Name -> number or table. Examples of names are "link", "peak bfloat16" and "all-to-all 4"; `_NUMBERS`
+            and `_OPTIONAL` describe all of them.
+        notes: Remarks that reports print next to their time estimates.
     """
 
     name: str
@@ -154,16 +160,19 @@ class Hardware:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """List the names of the hardware files that come with the package."""
+        """List the names of the machines whose hardware files come with the package."""
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
     @classmethod
     def load(cls, name: str | Path) -> Hardware:
-        """Load the data of a machine by its name, or from a .yaml file.
+        """Load the data of a machine.
+
+        Args:
+            name: Name of a machine, such as "h100", or path of a hardware file (.yaml or .yml).
 
         Raises:
             ImportError: PyYAML is not installed.
-            ValueError: The machine or file does not exist, or the file is incomplete. The message says what to write.
+            ValueError: The machine or file does not exist, or the file is invalid. The message names the correction.
         """
         text = str(name)
         path = Path(text) if text.endswith((".yaml", ".yml")) else _FOLDER / f"{text.lower()}.yaml"
@@ -192,17 +201,25 @@ class Hardware:
         return self.numbers[name]
 
     def middle(self, name: str) -> float:
-        """Look up the middle value of a number by the number's name."""
+        """Look up a number by its name and return its middle value."""
         return float(self[name].at()[0][1])
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on a node, that is, ranks that are connected by fast links."""
+        """Number of ranks on a node. Fast links connect these ranks."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
-        """Return the name of the efficiency table that best matches an orthogonalization method (`how`, text of a
-        `Choice`) with matrix products in `dtype`; "efficiency of any" if none matches."""
+        """Select the efficiency table that best matches an orthogonalization method and the dtype of its matrix
+        products.
+
+        Args:
+            how: A `Choice` as a string.
+            dtype: Name of the dtype, such as "bfloat16".
+
+        Returns:
+            The table's name; "efficiency of any" if no table matches.
+        """
         exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
         others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
         names = (*(f"efficiency of {key}" for key in exact), *others)
@@ -214,12 +231,13 @@ class Hardware:
 
 @dataclass
 class Rates:
-    """Estimate the seconds that work takes on a machine, and record which doubtful numbers the estimates used.
+    """Estimate the seconds that work takes on a machine, and record which unreliable numbers the estimates used.
 
     Attributes:
-        hardware: Machine that every rank runs on.
-        unverified: Name -> source, for each number that was used although nobody has checked it.
-        extrapolated: Dict whose keys are "table: size" for each lookup beyond a table's ends; its values are None.
+        hardware: Machine on which every rank runs.
+        unverified: Name -> source, for each number that an estimate used although nobody has checked the number.
+        extrapolated: Lookups beyond a table's ends, as the keys "table: size" of a dict, in the order of the lookups.
+            All values are None.
     """
 
     hardware: Hardware
@@ -227,12 +245,12 @@ class Rates:
     extrapolated: dict[str, None] = field(default_factory=dict)
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
-        """Look up a number, or a table's value at a size. `where` is the text that is recorded if the size is beyond
-        the table's ends."""
+        """Look up a number, or a table's value at a size, as (best, middle, worst). If the size is beyond the table's
+        ends, the lookup is recorded in `extrapolated` under the description `where`, unless `where` is empty."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # lower is better
+        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # the best time is the least
         return found if is_time else found[::-1]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
@@ -240,7 +258,7 @@ class Rates:
 
         Args:
             rows, cols: Shape of each matrix.
-            how: Text of a `Choice`: the orthogonalization method and the dtype of its matrix products.
+            how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
             count: Number of matrices.
             flops: Floating point operations to orthogonalize one matrix.
         """
@@ -253,8 +271,8 @@ class Rates:
         table = self.hardware[name]
         size = batch_size(rows, cols, device) if choice.method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
-        # A batch larger than the table's largest matrix gets that matrix's efficiency. This is not recorded as an
-        # extrapolation, because the matrices themselves may be within the table.
+        # A batch with more work than the table's largest matrix gets that matrix's efficiency. This lookup is not
+        # recorded as an extrapolation: only the size of the single matrix decides that.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
@@ -266,11 +284,12 @@ class Rates:
         self,
         num_ranks: int,
         inside: int,  # the larger of the bytes that a rank sends and receives inside its node
-        across: int,  # the same to and from other nodes
+        across: int,  # the larger of the bytes that a rank sends to and receives from other nodes
         num_peers: int,
         spans_nodes: bool,
     ) -> dict[str, _Ends]:
-        """Estimate the seconds of one all-to-all, as latency and transfer time: [Note: how an exchange is timed]."""
+        """Estimate the seconds of one all-to-all, split into "latency" and "wire" (the transfer time), see
+        [Note: how an exchange is timed]."""
         if num_ranks <= 1:
             return {"latency": np.zeros(3), "wire": np.zeros(3)}
         tables = [int(name.split()[1]) for name in self.hardware.numbers if name.startswith("all-to-all")]
@@ -295,7 +314,7 @@ class Rates:
         Args:
             what: Kind of pass, a key of `_BYTES_MOVED`.
             elements: Total number of elements.
-            fragment: Number of elements in each contiguous fragment.
+            fragment: Mean number of elements in a fragment, which is the part of a matrix that a rank holds.
             wire_bytes: Bytes per element in the buffers that are sent or received.
         """
         if not elements:
@@ -306,17 +325,17 @@ class Rates:
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
     def memory(self, size: int) -> _Ends:
-        """Estimate the seconds of memory traffic of `size` bytes, reads and writes together."""
+        """Estimate the seconds that a device takes to move `size` bytes, the sum of the bytes read and written."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
     def slowdown(self, num_ranks: int) -> _Ends:
-        """Look up the factor by which computation slows down when this many ranks on a node compute at once."""
+        """Look up the factor by which computation slows down when `num_ranks` ranks on a node compute at once."""
         name = "ranks at once"
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record the use of a number if it is unverified, and of a table if it was read beyond its ends. `beyond` is
-        then the size as text; it is empty otherwise."""
+        """Record a lookup in `unverified` if nobody has checked the number, and in `extrapolated` if `beyond` is not
+        empty: it then describes the size that was beyond the table's ends."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:
@@ -330,7 +349,7 @@ def _parse(data: Any, where: str) -> Hardware:
     """Check and convert the content of a hardware file. `where` is the file's name, for error messages.
 
     Raises:
-        ValueError: The content is incomplete or wrong. The message says what to write.
+        ValueError: The content is incomplete or wrong. The message lists the faults.
     """
     given = data.get("numbers") if isinstance(data, Mapping) else None
     if not isinstance(given, Mapping):
@@ -345,7 +364,7 @@ def _parse(data: Any, where: str) -> Hardware:
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
         try:
-            # these two grow in proportion beyond their last size; others are constant
+            # Beyond the last size, values of these two tables grow in proportion to the size; others stay constant.
             numbers[name] = _known(found, 1.0 if kind in ("all-to-all", "ranks at once") else 0.0)
         except (KeyError, TypeError, ValueError) as wrong:
             raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong
@@ -353,8 +372,8 @@ def _parse(data: Any, where: str) -> Hardware:
 
 
 def _known(data: Any, slope: float) -> _Known:
-    """Parse an entry of a hardware file: a value, the two ends of an interval, or the rows of a table, possibly with
-    separate rows for each aspect ratio."""
+    """Parse an entry of a hardware file. An entry gives a value, the two ends of an interval, the rows of a table, or
+    such rows for each of several aspect ratios. `slope` is the attribute of the result."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))
@@ -366,11 +385,11 @@ def _known(data: Any, slope: float) -> _Known:
 
 
 def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
-    """Parse the rows of a table, (size, lo, mid, hi) or (size, lo, hi), and sort them by size.
+    """Parse the rows of a table, each as (size, lo, mid, hi) or (size, lo, hi), and sort them by size.
 
     Raises:
-        ValueError: There are no rows, a size occurs twice, or a table of several rows has numbers that are not positive
-            or not in ascending order.
+        ValueError: There are no rows, a size occurs twice, the values of a row are not in ascending order, or a table
+            of several rows has a number that is not positive.
     """
     found = tuple(map(_row, sorted(rows, key=lambda row: row[0])))
     if len({at for at, *_ in found}) < max(1, len(found)) or (len(found) > 1 and min(map(min, found)) <= 0.0):
@@ -379,8 +398,8 @@ def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
 
 
 def _row(numbers: Sequence[float]) -> _Row:
-    """Parse a row into (size, least, middle, largest value). If the middle is missing, it is the geometric mean of the
-    ends, or half of the upper end if the lower end is 0."""
+    """Parse a row of a table into (size, least, middle, largest value). The default of the middle value is the
+    geometric mean of the least and the largest value, or half of the largest value if the least value is 0."""
     if len(numbers) not in (3, 4):
         raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")
     at, low, *middle, high = map(float, numbers)

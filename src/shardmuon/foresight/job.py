@@ -1,9 +1,9 @@
 """Plan a job without starting its ranks: lay out a model on a mesh, make its plans, and count the work of each rank.
 
 [Note: units]
-    A unit is a set of parameters that are planned together: the parameters of one pipeline stage, or of one optimizer
-    group under ZeRO. Layouts come from the same functions in layout/ that read live tensors, so the plan's digests
-    equal the digests in the live job.
+    A unit is a set of parameters that are planned together: the parameters of one pipeline stage or, under ZeRO, those
+    of one optimizer group in a stage. Layouts come from the functions in layout/ that also read live tensors, so the
+    plan's digests equal the digests in the live job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
-_Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parameter on each rank
+_Ranges = tuple[tuple[int, int], ...]  # for each rank, the elements [start, stop) of a flattened parameter
 
 
 # ----------------------------------------------------------------------------------------------------------- the mesh
@@ -50,14 +50,14 @@ _Ranges = tuple[tuple[int, int], ...]  # elements [start, stop) of a flat parame
 
 @dataclass(frozen=True)
 class _Mesh:
-    """Arrangement of a job's ranks, numbered in the order (pp, dp, shard, tp), last axis fastest.
+    """Arrangement of a job's ranks. Ranks are numbered in the order (pp, dp, shard, tp), with the last axis fastest.
 
     Attributes:
         dp: Number of replicas (DDP's ranks, or HSDP's outer axis). With engine "zero", the number of ranks over which
             flat buffers are sharded.
         shard: Number of ranks over which parameters are sharded (FSDP).
         tp: Number of tensor-parallel ranks.
-        ep: Number of expert-parallel ranks. They are a subset of the shard x tp ranks, so they do not add to `world`.
+        ep: Number of expert-parallel ranks. They are taken from the shard x tp ranks, so they do not increase `world`.
         pp: Number of pipeline stages.
         gpus_per_node: Number of ranks on one node.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero" (DeepSpeed's ZeRO 1 and
@@ -78,7 +78,7 @@ class _Mesh:
         return self.dp * self.shard * self.tp * self.pp
 
     def __str__(self) -> str:
-        """Format the mesh as users write it, e.g. "dp=8 shard=64"."""
+        """Format the mesh in the notation of `_parse_mesh`, such as "dp=8 shard=64"."""
         sizes = ((name, getattr(self, name)) for name in _AXES)
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
 
@@ -92,8 +92,8 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
         gpus_per_node: Number of ranks on a node.
 
     Raises:
-        ValueError: The text does not describe a mesh, or the engine does not support the mesh. The message says what to
-            write.
+        ValueError: The text does not describe a mesh, or the engine does not support the mesh. The message names the
+            correction.
 
     Examples:
         >>> _parse_mesh("dp=2 shard=64 tp=8").world
@@ -142,8 +142,8 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
 
 # -------------------------------------------------------------------------------------------------------- parameters
 
-# Names of modules whose weights tensor parallelism shards along the outputs (_COLUMN) or the inputs (_ROW), as used by
-# Hugging Face, torchtitan, GPT-2 and Megatron.
+# Module names in Hugging Face's models, torchtitan, GPT-2 and Megatron. Tensor parallelism shards the weights of
+# _COLUMN's modules along their outputs, and the weights of _ROW's modules along their inputs.
 _COLUMN = re.compile(
     r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
     r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
@@ -161,8 +161,8 @@ class _Param:
         name: Name of the parameter, without the prefixes that wrappers add.
         shape: Global shape.
         group: Index of the parameter's optimizer group.
-        use_muon: True if Muon updates the parameter, which then consists of one or more matrices.
-        view: The matrices in the parameter; there are none if AdamW updates it.
+        use_muon: True if Muon updates the parameter, False if AdamW updates it.
+        view: The matrices that Muon orthogonalizes in the parameter; there are none if AdamW updates the parameter.
         cut: Dim that tensor parallelism shards, as a negative index; None if the parameter is replicated.
         expert: True if the first dim indexes experts.
         layer: Index of the layer; -1 for parameters before all layers, `_AFTER` for parameters after them.
@@ -179,15 +179,20 @@ class _Param:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the whole parameter."""
         return math.prod(self.shape)
 
 
 def _parameters_of(
     groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
 ) -> list[_Param]:
-    """List every trainable parameter, in the order of the optimizer's groups. Groups must have `param_names`.
-    `settings` has the Muon options of each group, or None for a group that AdamW updates."""
+    """List every trainable parameter, in the order of the optimizer's groups.
+
+    Args:
+        groups: Groups of the optimizer, with `param_names`.
+        settings: Muon options of each group; None for a group that AdamW updates.
+        module: The model.
+    """
     layers, found = _layers(module), list[_Param]()
 
     @cache
@@ -206,8 +211,16 @@ def _parameters_of(
 
 
 def _cut(name: str, num_dims: int, turned: bool) -> int | None:
-    """Return the dim that tensor parallelism shards, as a negative index, or None if the parameter is replicated.
-    `turned` is True for weights stored as (inputs, outputs)."""
+    """Find the dim along which tensor parallelism shards a parameter, from the name of its module.
+
+    Args:
+        name: Name of the parameter.
+        num_dims: Number of its dims.
+        turned: True for a weight that is stored as (inputs, outputs).
+
+    Returns:
+        The dim as a negative index; None if tensor parallelism replicates the parameter.
+    """
     words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
     outputs, inputs = (-1, -2) if turned else (-2, -1)
@@ -217,8 +230,11 @@ def _cut(name: str, num_dims: int, turned: bool) -> int | None:
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
-    """Map the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after them. The layers are
-    the numbered modules under the prefix that has the highest number, e.g. "model.layers"."""
+    """Map the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after the layers.
+
+    A model can have several lists of numbered modules. The list with the highest number is taken as the layers; its
+    prefix is, for example, "model.layers".
+    """
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
     body = max(numbered, key=lambda found: int(found[2]), default=None)
@@ -230,7 +246,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-# a parameter with its layout and, if it is a DTensor, with its mesh and placements
+# A parameter, its layout, and its mesh with the placements on it. The mesh is None for parameters in flat buffers.
 _Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 
@@ -240,10 +256,10 @@ class _Unit(NamedTuple):
     Attributes:
         ranks: Ranks that store the parameters.
         placed: The parameters with their layouts.
-        stepped: For a flat buffer (ZeRO), the number of elements that each rank updates, padding included; every rank
+        stepped: Number of elements that each rank updates in a flat buffer (ZeRO), padding included, while every rank
             stores the weights of the whole buffer. 0 if there is no flat buffer: each rank then stores and updates only
             its shards.
-        stage: Index of the pipeline stage. Stages with equal layers all have the index of the first of them.
+        stage: Index of the pipeline stage. Stages with equal parameters share the index of the first such stage.
     """
 
     ranks: Ranks
@@ -252,8 +268,8 @@ class _Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> NDArray[np.int64]:
-        """Count elements on each rank. Returns an array of shape (4, ranks): elements that Muon updates, elements that
-        AdamW updates, weights stored, and scales of 8-bit momentum."""
+        """Count the unit's elements on each rank. Returns an array of shape (4, ranks). Its rows are the elements that
+        Muon updates, the elements that AdamW updates, the stored weights, and the scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
@@ -269,8 +285,8 @@ class _Unit(NamedTuple):
 
 
 def _held(layout: ParamLayout) -> NDArray[np.int64]:
-    """Count the elements that each rank holds, and the scales of their 8-bit momentum. Returns an array of shape
-    (2, ranks), in the order of `layout.ranks`."""
+    """Count the elements of a parameter that each rank holds, and the scales that 8-bit momentum needs for them.
+    Returns an array of shape (2, ranks), whose columns are in the order of `layout.ranks`."""
     rows, known = layout.view.num_row_dims, dict[object, tuple[int, int]]()
     for of_rank in set(layout.held):
         pieces = [held.piece for held in of_rank]
@@ -288,7 +304,7 @@ def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
         mesh: Arrangement of the job's ranks.
 
     Raises:
-        ValueError: The mesh does not fit the parameters; the message says what to write.
+        ValueError: The mesh does not fit the parameters. The message names the correction.
     """
     build = _flat_buffers if mesh.engine == "zero" else _on_meshes
     size, alike, found = mesh.world // mesh.pp, dict[object, int](), list[_Unit]()
@@ -300,8 +316,11 @@ def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
 
 
 def _stages_of(params: Sequence[_Param], mesh: _Mesh) -> list[list[_Param]]:
-    """Divide parameters among pipeline stages. Layers are divided evenly; if there is a remainder, the first stages get
-    one more layer each. Parameters before the layers go to the first stage, parameters after them to the last stage."""
+    """Divide parameters among pipeline stages.
+
+    Layers are divided evenly. If there is a remainder, each of the first stages gets one layer more than each of the
+    last stages. The first stage also gets the parameters before the layers, and the last stage those after the layers.
+    """
     if mesh.pp == 1:
         return [list(params)]
     num_layers = 1 + max((p.layer for p in params if p.layer < _AFTER), default=-1)
@@ -340,11 +359,11 @@ def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Uni
 
 def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
     """Return the placements that a parameter has after `parallelize_module` and then `fully_shard`. Experts are placed
-    as in torchtitan.
+    as in torchtitan, and DDP's plain tensors are treated as replicated DTensors.
 
-    With ep > 1, experts are on a mesh (dp, shard x tp / ep, ep). Each expert-parallel rank then has whole experts. FSDP
-    shards these along their rows if there are more ranks than experts, and otherwise along the dim that indexes
-    experts. DDP's plain tensors are treated as replicated DTensors.
+    With ep > 1, experts are on a mesh (dp, shard x tp / ep, ep). Expert parallelism gives whole experts to each of its
+    ranks. FSDP then shards these experts along dim 1 if the last two mesh axes have more ranks than there are experts,
+    and otherwise along dim 0, which indexes experts.
     """
     axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
@@ -363,9 +382,11 @@ def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
 
 
 def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Unit]:
-    """Make one unit per optimizer group, as ZeRO does. A group's parameters form a flat buffer, which is padded at the
-    end to a multiple of 2 x ranks and split into equal parts (`nccl_start_alignment_factor` in DeepSpeed's
-    stage_1_and_2.py, 0.19)."""
+    """Make one unit per optimizer group, because ZeRO puts the parameters of a group into one flat buffer.
+
+    The buffer is padded at the end to a multiple of 2 x ranks elements and split into one equal part per rank
+    (`nccl_start_alignment_factor` in DeepSpeed's stage_1_and_2.py, 0.19).
+    """
     num, found = len(ranks), list[_Unit]()
 
     @cache
@@ -383,8 +404,12 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
 
 def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
-    """Split the elements [at, at + size) of a flat buffer by rank, where each of `num_ranks` ranks has `part`
-    consecutive elements of the buffer. Returns each rank's range relative to `at`; (0, 0) if it is empty."""
+    """Divide a parameter among the ranks that share a flat buffer. The parameter has the elements [at, at + size) of
+    the buffer, and each of `num_ranks` ranks has `part` consecutive elements of the buffer.
+
+    Returns:
+        For each rank, its elements [start, stop) of the flattened parameter; (0, 0) if it has none.
+    """
     cuts = [min(max(rank * part - at, 0), size) for rank in range(num_ranks + 1)]
     return tuple((start, stop) if start < stop else (0, 0) for start, stop in itertools.pairwise(cuts))
 
@@ -393,13 +418,13 @@ def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
 
 
 class _Stored(NamedTuple):
-    """Bytes that one rank stores between steps. The engine's padding of flat buffers is included; the memory
-    allocator's rounding is not.
+    """Bytes that one rank stores between steps. The padding of flat buffers is counted; the memory allocator's rounding
+    is not.
 
     Attributes:
         weights: Bytes of the parameters.
-        gradients: Bytes of the gradients, as stored when `step()` is called.
-        momentum: Bytes of Muon's momentum.
+        gradients: Bytes of the gradients at the time when `step()` is called.
+        momentum: Bytes of Muon's momentum, including the scales of 8-bit momentum.
         moments: Bytes of AdamW's two moments.
         masters: Bytes of the fp32 copies of the weights that ZeRO keeps.
     """
@@ -412,22 +437,22 @@ class _Stored(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Total bytes stored between steps."""
+        """Sum of all these bytes."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class _RankClass:
-    """A set of ranks that store equal amounts and do equal work. All counts are per rank.
+    """A set of ranks that store equally many bytes and do equal work. All counts are per rank.
 
     Attributes:
         ranks: The ranks, ascending.
-        stage: Pipeline stage of the ranks.
+        stage: Index of the ranks' pipeline stage.
         stored: Bytes stored between steps.
         buckets: Work in each bucket, in the order in which the buckets run.
         muon_elements: Number of elements that Muon updates on a rank. Replicated elements count on every rank.
         adamw_elements: Number of elements that AdamW updates on a rank.
-        votes: Number of votes (messages by which ranks agree to step) before a step.
+        votes: Number of votes before a step. In a vote, the ranks that exchange data agree to take the step.
     """
 
     ranks: tuple[int, ...]
@@ -450,17 +475,17 @@ class _RankClass:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes that a rank sends in a step: inside its node, and to other nodes. Together they are the step's
+        """Bytes that a rank sends in a step, as (inside its node, to other nodes). The sum of the two equals the step's
         `Traffic.bytes_sent`."""
         sides = [side for bucket in self.buckets for side in bucket.sent]
         return sum(side.inside for side in sides), sum(side.across for side in sides)
 
     @property
     def peak(self) -> int:
-        """Upper bound on the bytes that a step needs beyond `stored`.
+        """Upper bound on the bytes that a step needs in addition to `stored`.
 
         The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
-        bucket, and 8 bytes per element of the momentum that is updated at a time (docs/memory.md).
+        bucket, and 8 bytes for each element whose momentum is updated at the same time (docs/memory.md).
         """
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
@@ -483,14 +508,16 @@ class Exact:
     """Exact counts of one model on one mesh.
 
     Attributes:
-        model: Name of the model, as the user gave it.
+        model: Name of the model, for reports.
         source: Origin of the model's shapes: an address, a file or a function.
-        muon_params, adamw_params: Number of trainable elements that Muon and AdamW update. Tied parameters count once.
+        muon_params, adamw_params: Number of the model's elements that Muon updates, and that AdamW updates. Tied
+            parameters count once.
         mesh: Arrangement of the job's ranks.
-        classes: Classes of ranks that store equal amounts and do equal work, sorted by their lowest ranks.
-        digests: Hex digests of the plan's parts, one for each group of ranks that exchange anything, keyed by "index of
-            the plan: ranks". They equal `Plan.digests` in the live job.
-        options: Other inputs of the plan, as text by name: device, dtype of weights, and options that are not defaults.
+        classes: Classes of ranks that store equally many bytes and do equal work, sorted by their lowest ranks.
+        digests: "index of the plan: ranks" -> hex digest of a part of the plan, for each group of ranks that exchange
+            data. The digests equal `Plan.digests` in the live job.
+        options: Other inputs of the plan as strings, by name: device, dtype of weights, and the optimizer's options
+            that do not have their default values.
         tokens_flops: Floating point operations per token in the forward and backward pass, 6 x active parameters; 0 if
             unknown.
     """
@@ -507,11 +534,11 @@ class Exact:
 
     @classmethod
     def of_plan(cls, plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
-        """Count the work in a plan that exists already. AdamW's elements and the bytes stored between steps are 0,
-        because a plan does not list them.
+        """Count the work in an existing plan. AdamW's elements and the bytes stored between steps are given as 0,
+        because a plan does not contain them.
 
         Args:
-            plan: Plan of a live optimizer, or one made by hand.
+            plan: Plan of a live optimizer, or a plan made by hand.
             gpus_per_node: Number of ranks on a node. A rank's node is rank // gpus_per_node.
             world: Number of ranks in the job. Default: the highest rank in the plan, plus 1.
         """
@@ -531,7 +558,7 @@ class Exact:
 
     @property
     def largest(self) -> _RankClass:
-        """The class of ranks that needs the most memory in a step."""
+        """The class of ranks that needs the most memory during a step."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
@@ -558,16 +585,16 @@ def count(
         engine: Framework that shards parameters: "torch" or "zero", see `_Mesh`.
         gpus_per_node: Number of ranks on a node.
         device: Type of torch device: "cuda" or "cpu".
-        weights: dtype of the model's parameters and, as with `fully_shard` and DDP, of their gradients.
+        weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
         machine: Machine whose speed decides how matrices are divided into buckets. Default: the machine that a live job
             on this type of device would use.
-        active_params: Number of parameters used per token. Default: all except embeddings. For a model with experts,
-            the default is the preset's number, or unknown if the model is not a preset.
+        active_params: Number of parameter elements used per token. The default is the preset's number or, for other
+            models, the number of all elements except embeddings; it is unknown for other models with experts.
         **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
 
     Raises:
-        ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message says what
-            to write.
+        ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message names the
+            correction.
     """
     if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
         raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
@@ -622,13 +649,13 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # the live job will show the warnings that routing issues
+        with warnings.catch_warnings():  # the live job will issue the same warnings
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
         self._chooser = self.config.chooser()
-        self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # by group and layout
+        self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
 
     def spec_of(self, placed: _Placed) -> Spec:
         param, layout, place = placed
@@ -655,8 +682,14 @@ class _Planned:
             yield _RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> _Stored:
-        """Compute the bytes that a rank stores between steps, from four counts: elements that Muon updates, elements
-        that AdamW updates, weights, and scales of 8-bit momentum."""
+        """Compute the bytes that a rank stores between steps.
+
+        Args:
+            muon: Number of elements that Muon updates.
+            adamw: Number of elements that AdamW updates.
+            weights: Number of elements of the weights that the rank stores.
+            scales: Number of scales of 8-bit momentum.
+        """
         size, momentum = self._weights.itemsize, self.config.momentum_dtype
         if self._mesh.engine == "zero":
             stepped = 4 * (muon + adamw)
@@ -670,10 +703,10 @@ def _voting(plan: Plan) -> set[int]:
 
 
 def _classes_of(shares: Mapping[int, Sequence[_RankClass]]) -> tuple[_RankClass, ...]:
-    """Group ranks with equal counts in all their units into classes.
+    """Group ranks into classes with equal counts in all units.
 
     Args:
-        shares: Rank -> its counts in each of its units, as classes whose `ranks` are empty.
+        shares: Rank -> the rank's counts in each of its units, as a `_RankClass` with empty `ranks`.
     """
     members: dict[tuple[_RankClass, ...], list[int]] = {}
     for rank in sorted(shares):

@@ -1,5 +1,5 @@
-"""Make models whose parameters have shapes but no values, from a preset, a Hugging Face configuration, a function or
-the user's module.
+"""Make models whose parameters have shapes but no values. A model can come from a preset, a Hugging Face configuration,
+a function or the user's module.
 
 [Note: what works on a token]
     Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
@@ -32,16 +32,16 @@ from shardmuon.texts import did_you_mean
 
 
 def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
-    """Load a model from a preset, a configuration, a function or a module.
+    """Load a model from a preset, a Hugging Face configuration, a function or a module.
 
     Args:
         model: Name of a preset, path of a Hugging Face config.json or of its folder, MODULE:FUNCTION, or a module
             (preferably on the meta device).
 
     Returns:
-        The model's name; the origin of its shapes (an address, a file or a function); the module on the meta device;
-        and the number of parameter elements used per token ([Note: what works on a token]), which is 0 (unknown) if the
-        model has experts and is not a preset.
+        The model's name; the origin of its shapes (an address, a file or a function); the module, which is on the meta
+        device unless the user gave another one; and the number of parameter elements used per token ([Note: what works
+        on a token]). This number is 0, for unknown, if the model has experts and is not a preset.
 
     Raises:
         ValueError: `model` is none of these, or the shapes cannot be determined from it.
@@ -63,24 +63,25 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    """Load the data of all presets, by name. A preset has a title, source, published_parameters, active_parameters (for
-    models with experts), published_at, and config (the sizes that `build` takes)."""
+    """Load the data of all presets, by name. The keys of a preset's data are title, source, published_parameters,
+    active_parameters (only for models with experts), published_at, and config (the sizes that `build` takes)."""
     folder = Path(__file__).parent / "data" / "models"
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def _active_of(module: nn.Module) -> int:
-    """Count the parameter elements that each token uses, see [Note: what works on a token]; 0 for a model with experts,
-    for which the number is unknown."""
+    """Count the parameter elements that each token uses, see [Note: what works on a token]. Returns 0 for a model with
+    experts, because the number of experts per token is unknown."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
-    has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)  # 3-D: a stack
+    # A 3-D parameter is a stack of experts.
+    has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
 
 def make_model(text: str, meta: bool) -> nn.Module:
-    """Build a model from a Hugging Face config or from MODULE:FUNCTION. A config's model is always on the meta device;
-    `meta` says whether the function also runs under the meta device."""
+    """Build a model from a Hugging Face config or from MODULE:FUNCTION. A model from a config is always on the meta
+    device. A function runs under the meta device only if `meta` is True."""
     return _from_config(text) if _is_config(text) else _from_function(text, meta)
 
 
@@ -102,22 +103,22 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # on the meta device, transformers ties weights only if asked to
+    if hasattr(model, "tie_weights"):  # transformers does not tie weights on the meta device by itself
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
 
 
 def _from_function(text: str, meta: bool) -> nn.Module:
-    """Build or import the model named by MODULE:NAME or FILE.py:NAME, where NAME is a function that returns the model,
-    or the model itself. If `meta` is True, the function runs under the meta device."""
+    """Import MODULE:NAME or FILE.py:NAME and return the model. NAME is either the model or a function that returns the
+    model. If `meta` is True, the function runs under the meta device."""
     module_name, _, name = text.partition(":")
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    sys.path.insert(0, folder)  # like `python -m`, which can import from the current folder
+    sys.path.insert(0, folder)  # make modules in this folder importable, like `python -m`
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
     finally:
@@ -136,13 +137,13 @@ _Make = Callable[[Ints], nn.Module]  # makes a module from the shape of its firs
 
 @cache
 def _type(name: str) -> type[nn.Module]:
-    """Make a module class with this name, because routing recognizes some modules by the name of their class."""
+    """Make a module class with the given name. Routing recognizes some modules by the name of their class."""
     return type(name, (nn.Module,), {})
 
 
 def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
-    """Make a module of class `kind` that has no parameters but has the attributes that routing reads, given by
-    `numbers`. The class's `__init__` is skipped, because it would initialize parameters."""
+    """Make a module of class `kind` without parameters, with the attributes `numbers`, which routing reads. The
+    `__init__` of the class is not called, because it would create parameters and initialize them."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.__dict__.update(numbers)
@@ -155,9 +156,10 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: 
 
     Args:
         shapes: Parameter name -> shape, in the model's order.
-        kinds: Module name -> function that makes the module from the shape of its parameter. Other modules are chosen
-            by their weight: an embedding if it is 2-D and named like one, otherwise a linear layer if it is 2-D, and a
-            norm if it is 1-D and named norm.
+        kinds: Module name -> function that makes the module from the shape of its first parameter. A module with
+            another name is an embedding if its parameter is 2-D and the name contains "embed" or is "wte" or "wpe", a
+            linear layer if its parameter is 2-D otherwise, and an RMSNorm if its parameter is 1-D and the name contains
+            "norm".
         device: Device of the parameters.
     """
     root = _bare(_type("Model"))
@@ -185,33 +187,36 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 # ----------------------------------------------------------------------------------------------------------- decoders
 
 
-# Default sizes of a decoder. Most names are the same as in Hugging Face's configurations.
+# Default sizes of a decoder-only model. Most names are the same as in Hugging Face's configurations.
 _DECODER: Mapping[str, Any] = {
-    "num_key_value_heads": 0,  # 0: as many as num_attention_heads
+    "num_key_value_heads": 0,  # 0: equal to num_attention_heads
     "head_dim": 0,  # 0: hidden_size / num_attention_heads
-    "intermediate_size": 0,  # of dense feed-forward layers
+    "intermediate_size": 0,  # size of dense feed-forward layers; 0: 4 * hidden_size
     "tie_word_embeddings": False,
-    "attention_bias": False,  # True: q, k and v have biases; "all": o has a bias, too
-    "qk_norm": False,  # True: a norm over each head's q and k
+    "attention_bias": False,  # True: the projections q, k and v have biases; "all": q, k, v and o
+    "qk_norm": False,  # True: queries and keys are normalized in each head
     # "gated": gate, up and down projections. "plain": GPT-2's layer, with two linear layers that are stored transposed
     # and have biases, LayerNorm with biases, and learned positions.
     "mlp": "gated",
-    "max_position_embeddings": 0,  # only for learned positions
+    "max_position_embeddings": 0,  # number of learned positions, for "mlp": "plain"
     "num_experts": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # experts that are always active, fused into one dense layer
     "first_k_dense": 0,  # number of dense layers before the layers with experts
     "router_bias": False,  # True: the router has a bias, one entry per expert
-    "expert_bias": False,  # True: experts as in gpt-oss, with biases, gate and up fused in one stack, stored transposed
-    "attention_sinks": False,  # True: a learned sink per head (gpt-oss)
-    # Latent attention (DeepSeek). kv_lora_rank 0 means grouped-query attention; q_lora_rank 0 means uncompressed q.
+    # True: experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
+    "expert_bias": False,
+    "attention_sinks": False,  # True: each head has a learned attention sink, as in gpt-oss
+    # Sizes of DeepSeek's latent attention. With kv_lora_rank 0, the model has grouped-query attention instead. With
+    # q_lora_rank 0, queries are not compressed.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
 }
 
 
-# Parameters of a decoder in the model's order, as (conditions, name, dims). Conditions and dims are keys of the dict
-# that `_words` returns. Names in `_LAYER` are relative to model.layers.N. "plain" is GPT-2's layer, whose weights are
-# stored as (inputs, outputs), with q, k and v fused along the columns.
+# Parameters of a decoder-only model in the model's order, as (conditions, name, dims). A parameter exists if all its
+# conditions hold. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are relative to
+# model.layers.N. "plain" stands for GPT-2's layer, whose weights are stored as (inputs, outputs), with q, k and v fused
+# along the columns.
 _FIRST = (
     ("", "model.embed_tokens.weight", "vocab width"),
     ("plain", "model.embed_positions.weight", "positions width"),
@@ -228,7 +233,7 @@ _LAYER = (
     ("plain", "mlp.c_proj.weight", "inner width"),
     ("plain", "mlp.c_proj.bias", "width"),
     ("norms", "input_layernorm.weight", "width"),
-    # grouped-query attention
+    # parameters of grouped-query attention
     ("grouped sinks", "self_attn.sinks", "heads"),
     ("grouped", "self_attn.q_proj.weight", "q width"),
     ("grouped bias", "self_attn.q_proj.bias", "q"),
@@ -240,7 +245,7 @@ _LAYER = (
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
     ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
     ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
-    # DeepSeek's latent attention, with fused weights, which routing splits into matrices
+    # parameters of DeepSeek's latent attention; some weights are fused, and routing splits them into matrices
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
     ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -253,8 +258,8 @@ _LAYER = (
     ("dense", "mlp.gate_proj.weight", "inner width"),
     ("dense", "mlp.up_proj.weight", "inner width"),
     ("dense", "mlp.down_proj.weight", "width inner"),
-    # Router; experts as 3-D stacks (in gpt-oss, the columns of gate and up are interleaved in one stack); shared
-    # experts as one dense layer
+    # The router, the experts and the shared experts. Experts are stored as 3-D stacks; gpt-oss interleaves the columns
+    # of gate and up in one stack. Shared experts are stored as one dense layer.
     ("experts", "mlp.router.weight", "experts width"),
     ("experts router_bias", "mlp.router.bias", "experts"),
     ("experts biased", "mlp.experts.gate_up_proj", "experts width 2each"),
@@ -276,8 +281,13 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return the values of the dims and conditions that `_FIRST`, `_LAYER` and `_LAST` name. A condition holds if its
-    value is not 0. `layer` is the layer's number, which decides whether the layer has experts; -1 outside layers."""
+    """Return the values of the dims and conditions that occur in `_FIRST`, `_LAYER` and `_LAST`. A condition holds if
+    its value is not 0.
+
+    Args:
+        c: Sizes of the model, with the attributes that `_build` takes.
+        layer: Index of the layer, which decides whether the layer has experts; -1 for parameters outside layers.
+    """
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     head, plain, each = c.head_dim or width // heads, c.mlp == "plain", c.moe_intermediate_size
     experts = 0 if layer < c.first_k_dense else c.num_experts
@@ -317,7 +327,13 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
 
 
 def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
-    """Return the names and shapes of the parameters in `rows` whose conditions hold. `above` is a prefix for names."""
+    """Return the names and shapes of the parameters in `rows` whose conditions hold.
+
+    Args:
+        rows: Parameters as (conditions, name, dims).
+        words: Values of the conditions and dims.
+        above: Prefix for all names.
+    """
     return {
         above + name: tuple(words[dim] for dim in dims.split())
         for conditions, name, dims in rows
@@ -326,10 +342,10 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
 
 
 def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Build the modules of a decoder, without a forward. Names and shapes are as in Hugging Face's models, with experts
-    stacked as in torchtitan.
+    """Build the modules of a decoder-only model, without a forward. Parameters have the names and shapes that they have
+    in Hugging Face's models, except that experts are stacked as in torchtitan.
 
-    Modules that routing recognizes by their class name get a class with that name.
+    If routing recognizes a module by the name of its class, the module gets a class with this name.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.

@@ -1,13 +1,14 @@
-"""Cost of Muon in a training job: the time of an optimizer step on a machine, as an interval of seconds with the causes
-of the interval's width and a timeline, and a report with tables, as text or as an HTML page.
+"""Estimate what Muon costs in a training job, and report it in tables, as text or as an HTML page.
 
-The inputs are the counts of a plan (`job.Exact`) and the data of the hardware. Nothing is measured or run.
+The time of an optimizer step on a machine is estimated as an interval of seconds, with the causes of the interval's
+width and a timeline. The inputs are the counts of a plan (`job.Exact`) and the data of the hardware. Nothing is
+measured or run.
 
 [Note: the width of an interval]
     Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. At one end of the interval, all factors
     have their best values; at the other end, all have their worst values. To find a factor's share of the width, only
-    that factor is moved from its best to its worst value, while the others keep their middle values. The factors with
-    the largest shares are reported as the reason.
+    that factor is moved from its best to its worst value, while the others keep their middle values. The report names
+    the factors with the largest shares as the reason for the width.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-_Pick = Mapping[str, int]  # factor -> which of its values to use: 0 best, 1 middle, 2 worst
-_Ends = NDArray[np.float64]  # (3,): best, middle and worst value
+_Pick = Mapping[str, int]  # uncertain factor -> index of its value in a simulation: 0 best, 1 middle, 2 worst
+_Ends = NDArray[np.float64]  # shape (3,): best, middle and worst value
 _Seconds = dict[str, _Ends]  # uncertain factor -> seconds that depend on it
-_Key = tuple[object, ...]  # identifies a bucket and the ranks that exchange its matrices; equal on all these ranks
+_Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
 
 
 class Time(NamedTuple):
-    """An uncertain number, usually of seconds, as an interval with a middle.
+    """An uncertain number, usually of seconds, as an interval with a middle value.
 
     Attributes:
         lo: Least value.
-        mid: Expected value; the median for measured times.
+        mid: Middle value, which is the most likely one. It is the median if times were measured.
         hi: Largest value.
     """
 
@@ -62,23 +63,25 @@ class Time(NamedTuple):
     hi: float
 
     def __str__(self) -> str:
-        """Format the ends of the interval, such as "1.2 .. 3.4 ms"."""
+        """Format the ends of the interval, for example as "1.2 .. 3.4 ms"."""
         return _seconds(self.lo, self.hi)
 
 
 def _seconds(*values: float) -> str:
-    """Format seconds, such as "3.4 ms" or "1.2 .. 3.4 ms"."""
+    """Format one or two numbers of seconds, for example as "3.4 ms" or "1.2 .. 3.4 ms"."""
     return _scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
 
 
 def _scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
-    """Format numbers with a common unit, as whole numbers or with three digits. The unit is the largest one in which
-    the last number is at least 1.
+    """Format numbers with a common unit, such as "1.2 .. 3.4 ms".
+
+    The unit is the largest unit in which the last number is at least 1. Numbers of 100 or more are rounded to whole
+    numbers, smaller numbers to three significant digits.
 
     Args:
-        values: Numbers, in the first unit.
-        step: Ratio of each unit to the previous one.
-        units: Names of the units, ascending.
+        values: Numbers in the first of the units.
+        step: Ratio of each unit to the previous unit.
+        units: Names of the units, from the smallest to the largest.
     """
     at = 0
     while abs(values[-1]) >= step ** (at + 1) and at + 1 < len(units):
@@ -103,23 +106,25 @@ def plan(
     """Estimate the time, memory and communication of Muon in a job on any mesh, without the job's ranks or a GPU.
 
     Args:
-        model: Name of a preset, path of a config.json, MODULE:FUNCTION, or a module on the meta device.
+        model: Name of a preset, path of a config.json, MODULE:FUNCTION, or a module (preferably on the meta device).
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Number of ranks that are connected by fast links. Default: as given in the hardware file.
-        tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report also compares the
-            time of a whole training step with the time that it takes with AdamW.
-        active_params: Number of parameters used per token. Needed for models with experts that are not presets.
+        gpus_per_node: Number of ranks on a node, which fast links connect. Default: the number in the hardware file.
+        tokens_per_step: Number of tokens in a training step, over all ranks. If it is given, the report compares the
+            time of a whole training step with Muon and with AdamW.
+        active_params: Number of parameter elements used per token. It is required if `tokens_per_step` is given for a
+            model with experts that is not a preset.
         weights: dtype of the model's parameters and gradients.
         **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:
-        The report, which can be printed or written with `report.write_html(path)`. `report.price.step` is the time of
-        a step, and `report.exact` has all counts.
+        The report. Print it, or write it to a file with `report.write_html(path)`. `report.price.step` is the time of
+        an optimizer step, and `report.exact` has all counts.
 
     Raises:
-        ValueError: The model or GPU does not exist, or the mesh does not fit the model. The message says what to write.
+        ValueError: The model or GPU does not exist, or the mesh does not fit the model. The message names the
+            correction.
 
     Examples:
         >>> report = plan("llama3-8b", "shard=64", gpu="h100", tokens_per_step=4e6)
@@ -143,13 +148,13 @@ def plan(
 
 
 def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
-    """Estimate the time of one step of a plan on a machine, as an interval of seconds with a timeline. AdamW's time is
-    not included.
+    """Estimate the time of one optimizer step on a machine, from an existing plan. AdamW's time is not included,
+    because a plan does not contain AdamW's parameters.
 
     Args:
-        plan: Plan of a live optimizer, or one made by hand.
+        plan: Plan of a live optimizer, or a plan made by hand.
         gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
-        gpus_per_node: Number of ranks that are connected by fast links. Default: as given in the hardware file.
+        gpus_per_node: Number of ranks on a node, which fast links connect. Default: the number in the hardware file.
 
     Raises:
         ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
@@ -164,24 +169,24 @@ def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | N
 
 @dataclass(frozen=True)
 class Price:
-    """Estimated time of one step on one machine.
+    """Estimated time of one optimizer step on machines of one kind.
 
     Attributes:
         step: Seconds that `optimizer.step()` takes on the slowest rank.
-        rank: The slowest rank. If several ranks do equal work, the lowest of them.
-        parts: Seconds that the slowest rank spends on each activity: products, memory passes, AdamW, host, vote, and
-            waiting for exchanges.
+        rank: The slowest rank. If several ranks are equally slow, the lowest of them.
+        parts: Seconds that the slowest rank spends on each activity: matrix products, memory passes, AdamW, host work,
+            the vote, and waiting for exchanges.
         timeline: Events on the slowest rank, with every uncertain factor at its middle value.
-        reasons: Causes of the interval's width, largest first: (factor, text, share of the width from this factor
-            alone).
-        ends: Seconds until a rank is done, with every uncertain factor at its middle value. The keys are ranks, one for
-            each class of ranks that do equal work.
+        reasons: Causes of the width of the interval `step`, largest first, as (factor, description, share of the
+            width). A factor's share is the width that the factor causes alone.
+        ends: Rank -> seconds until the rank is done, with every uncertain factor at its middle value. There is one rank
+            for each class of ranks that do equal work.
         tokens: Number of tokens in a training step, over all ranks; None if unknown.
         adamw: Seconds of a step in which AdamW updates all parameters, on the rank with the most elements.
         training: Seconds of the forward and backward pass of a training step, from the model's FLOPs per token and the
             fraction of the peak that training reaches; None if the number of tokens is unknown.
-        unverified: Hardware numbers that were used but never checked, with their sources.
-        extrapolated: Tables that were read beyond their ends.
+        unverified: Name -> source, for each hardware number that was used although nobody has checked it.
+        extrapolated: Lookups beyond the ends of a table of the hardware file, as "table: size".
     """
 
     step: Time
@@ -198,16 +203,16 @@ class Price:
 
     @classmethod
     def of(cls, exact: Exact, hardware: Hardware, *, tokens: float | None = None) -> Price:
-        """Estimate the time of a step from the counts of a plan.
+        """Estimate the time of an optimizer step from the counts of a plan.
 
         Args:
             exact: Counts of the plan.
-            hardware: Machine that every rank runs on.
-            tokens: Number of tokens in a training step, over all ranks. If given, the time of the forward and backward
-                pass is estimated, too.
+            hardware: Machine on which every rank runs.
+            tokens: Number of tokens in a training step, over all ranks. If it is given, `training` is estimated.
 
         Raises:
-            ValueError: The hardware file lacks a number that the plan needs, or `tokens` is not a number above 0.
+            ValueError: The hardware file lacks a number that the plan needs, `tokens` is not a number above 0, or
+                `tokens` is given but the number of active parameters is unknown.
         """
         if tokens is not None and not 0 < tokens < math.inf:
             raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
@@ -234,7 +239,7 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """Describe the main causes of the interval's width, at most two."""
+        """Description of the main causes of the interval's width, at most two."""
         if not self.reasons or self.step.hi == self.step.lo:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
@@ -253,15 +258,16 @@ def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
 
 
 class _Pricer:
-    """Estimate the times of all buckets on all classes of ranks, and simulate steps with these times.
+    """Estimate the times of all buckets on all classes of ranks, and simulate steps with these times. A class is a set
+    of ranks that do equal work.
 
     Attributes:
-        _held: For each class of ranks, the indices of its buckets in `_phases`. Classes with equal buckets share
-            entries.
+        _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes have
+            the same index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
-        _first: Uncertain factor -> seconds before the first bucket that depend on the factor.
-        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and phase -> uncertain factor
-            -> seconds. Exchanges that the bucket does not have are left out.
+        _first: Uncertain factor -> those seconds before the first bucket that depend on the factor.
+        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict: phase ->
+            uncertain factor -> seconds. The dict has no entries for exchanges that the bucket does not have.
         _adamw: Seconds of AdamW on each class of ranks.
     """
 
@@ -278,7 +284,7 @@ class _Pricer:
             (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
             for group, bucket in held
         ]
-        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # an exchange takes as long as on its slowest rank
+        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # the slowest rank determines an exchange's time
         for key, phases in self._phases:
             for phase in [phase for phase in _EXCHANGES if phase in phases]:
                 known = slowest.setdefault((key, phase), dict(phases[phase]))
@@ -288,9 +294,8 @@ class _Pricer:
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """Simulate a step with each uncertain factor at its value in `pick`. Returns one timeline per class of ranks.
-        If `stage` is given, only the ranks of that pipeline stage are simulated, since they exchange nothing with other
-        stages."""
+        """Simulate a step with the values of the uncertain factors that `pick` selects. Returns one timeline per class
+        of ranks. If `stage` is given, only this pipeline stage is simulated, because stages do not exchange data."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return clock.run(
@@ -309,8 +314,16 @@ class _Pricer:
         return BucketTimes(key, **{**dict.fromkeys(_EXCHANGES), **found})
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
-        """Compute how much each uncertain factor contributes to the width of the interval `step`, on the given
-        (slowest) pipeline stage. Returns (factor, text, share of the width), largest share first."""
+        """Compute how much each uncertain factor contributes to the width of an interval ([Note: the width of an
+        interval]).
+
+        Args:
+            step: Interval of the step's seconds.
+            stage: Index of the slowest pipeline stage, the only one that is simulated.
+
+        Returns:
+            Tuples (factor, description, share of the width), largest share first.
+        """
         found = []
         for factor, text in _FACTORS.items():
             low, high = (
@@ -321,8 +334,12 @@ class _Pricer:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def parts(self, number: int, waited: Sequence[float]) -> dict[str, Time]:
-        """Sum the seconds that a class of ranks spends on each activity. `number` is the index of the class, and
-        `waited` the seconds of waiting at best, in the middle and at worst."""
+        """Sum the seconds that a class of ranks spends on each activity.
+
+        Args:
+            number: Index of the class.
+            waited: Seconds of waiting for exchanges, with all uncertain factors at their best, middle and worst values.
+        """
         phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
         def spent(factor: str) -> _Ends:
@@ -349,7 +366,7 @@ class _Pricer:
             }
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
-        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # between exchange buffers and batches
+        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # bytes copied between buffers and batches
         products = sum((rates.product(*m) for m in bucket.matrices), np.zeros(3))
         phases: dict[str, _Seconds] = {
             "pack": passed("pack", foreign, 0.5),
@@ -374,14 +391,14 @@ def _group(stage: int, bucket: BucketCount) -> _Key:
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
-    """Estimate the number of fragments (parts of matrices) that a rank holds in each bucket, by the bucket's key. A
-    rank is assumed to hold one fragment of each matrix that its group of ranks shares."""
+    """Estimate the number of fragments that a rank holds in each bucket, by the bucket's key. A fragment is a rank's
+    part of a matrix. A rank is assumed to hold one fragment of each matrix that its group of ranks shares."""
     owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
     for rank in exact.classes:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            members[key] += rank.count / bucket.num_ranks  # adds up to the number of groups with this key
+            members[key] += rank.count / bucket.num_ranks  # the sum is the number of groups of ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
 
@@ -390,11 +407,11 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
 
 @dataclass(frozen=True)
 class Report:
-    """Cost of Muon in a training job: `print` the report, or write it as an HTML page.
+    """Report on the cost of Muon in a training job. Print it, or write it as an HTML page.
 
     Attributes:
-        exact: Counts of what each rank stores, sends and computes. All are exact except the memory needed during a
-            step, which is an upper bound.
+        exact: Counts of what each rank stores, sends and computes. All counts are exact except the memory that a step
+            needs, which is an upper bound.
         hardware: Machine for which the time was estimated.
         price: Estimated time of an optimizer step, and of the forward and backward pass before it.
     """
@@ -405,11 +422,11 @@ class Report:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """Extra time of a training step with Muon relative to one with AdamW, as fractions: (least, middle, most). All
-        are zero if the number of tokens is unknown.
+        """Extra time of a training step with Muon, as fractions of the time of a training step with AdamW: (least,
+        middle, most). All three are zero if the number of tokens is unknown.
 
-        The memory traffic of both optimizers depends on the same uncertain factors, so the lower ends of the two
-        intervals are compared with each other, and the upper ends likewise.
+        The memory traffic of both optimizers depends on the same uncertain factors. So the lower end of Muon's interval
+        is compared with the lower end of AdamW's interval, and the upper end with the upper end.
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0
@@ -421,8 +438,8 @@ class Report:
         )
 
     def html(self) -> str:
-        """Render the report as a self-contained HTML page, which follows the reader's light or dark mode."""
-        from jinja2 import Environment  # a dependency of torch
+        """Render the report as a self-contained HTML page. The page adapts to the browser's light or dark mode."""
+        from jinja2 import Environment  # installed with torch, which depends on it
 
         page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -436,7 +453,7 @@ class Report:
         )
 
     def write_html(self, path: Path) -> None:
-        """Write the HTML page to a file."""
+        """Write the report to a file, as an HTML page."""
         path.write_text(self.html(), encoding="utf-8")
 
     def __str__(self) -> str:
@@ -464,17 +481,17 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # maximum number of rows in a table; for further rows only their number is shown
+_MANY = 12  # maximum number of rows in the list of ranks or of extrapolated numbers
 
 
 class _Section(NamedTuple):
-    """A table with a title, and with remarks below it.
+    """A table of the report, with a title and remarks.
 
     Attributes:
         title: Line above the table.
-        rows: Texts of the cells, row by row.
-        header: Names of the columns; empty for a table of (name, text) pairs.
-        notes: Lines below the table.
+        rows: Strings in the cells, row by row.
+        header: Names of the columns; empty for a table of (name, description) pairs.
+        notes: Remarks below the table, one per line.
     """
 
     title: str
@@ -484,17 +501,17 @@ class _Section(NamedTuple):
 
 
 def _size(value: float) -> str:
-    """Format a number of bytes with three digits and a binary unit."""
+    """Format a number of bytes with a binary unit, for example as "1.5 GiB"."""
     return _scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _number(value: float) -> str:
-    """Format a count, such as "70.6 B" for 70.6 billion."""
+    """Format a count, for example 70.6 billion as "70.6 B"."""
     return f"{value:,.0f}" if value < 1e6 else _scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
 def _sections(report: Report) -> list[_Section]:
-    """Return all tables of a report, in reading order."""
+    """Make all tables of a report, in the order in which they are printed."""
     parts = [(name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0]
     of_time = _Section(f"Where rank {report.price.rank}'s time goes", parts, ("part", "seconds"))
     return [_summary(report), _answers(report), _ranks(report.exact), of_time, _grounds(report)]
@@ -503,7 +520,7 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
-    num_nodes = -(-exact.world // mesh.gpus_per_node)  # the last node may be partly filled
+    num_nodes = -(-exact.world // mesh.gpus_per_node)  # rounded up: the last node can be partly filled
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
@@ -608,9 +625,9 @@ _PHASES = {
 
 
 def _lanes(events: Sequence[Event]) -> list[int]:
-    """Assign each event to a lane (a horizontal row) of the timeline: lane 0 for computation, 1 and up for exchanges.
-    Exchanges that overlap in time get different lanes."""
-    free: list[float] = []  # time at which each lane for exchanges becomes free
+    """Assign each event to a lane, a horizontal row of the timeline. Lane 0 is for computation, the other lanes are for
+    exchanges. Exchanges that overlap in time get different lanes."""
+    free: list[float] = []  # time at which each lane of exchanges becomes free
     found = []
     for event in events:
         lane = 0

@@ -1,5 +1,7 @@
-"""Integrations with frameworks that call the optimizer or store its parameters: one file per framework. This file
-registers the integrations. They may import anything except `commands` and `testing`, and no lower layer imports them.
+"""Integrations with frameworks that call the optimizer or store its parameters, one file per framework.
+
+This file registers the integrations that are found automatically. Integrations must not import `commands` and
+`testing`, and lower layers must not import integrations.
 """
 
 from shardmuon.frameworks.deepspeed import DeepSpeedEngine, DeepSpeedHost

@@ -1,57 +1,64 @@
-"""DeepSpeed ZeRO: steps on flat fp32 partitions, which may split a matrix at any element, their swap files (NVMe
-offload), and checkpoints. For a `Muon` that is passed to `deepspeed.initialize`.
+"""DeepSpeed ZeRO: steps and checkpoints of a `Muon` that is passed to `deepspeed.initialize`.
 
-A separate optimizer core steps each flat that holds matrices. The parameters of the core are shards, which are views of
-the flat. Momentum is as long as the flat and belongs to the state of the optimizer that DeepSpeed holds, so DeepSpeed
-finds, offloads and saves it like any other optimizer's state. Every private attribute of DeepSpeed that shardmuon reads
-is in this file. DeepSpeed is never imported.
+DeepSpeed steps *flats*: 1-D fp32 partitions, which can begin and end at any element of a matrix, and which can be
+swapped to files (NVMe offload). A separate optimizer core steps each flat that holds matrices. The parameters of the
+core are views of the flat. Momentum is as long as the flat and belongs to the state of the optimizer that DeepSpeed
+holds, so DeepSpeed finds, offloads and saves the momentum like the state of any other optimizer. Every private
+attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
     of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flats are reduced,
-    unscaled and clipped. Stages 1 and 2 call `step()` once per group with only this group, stage 3 once per sub-group
-    with all other groups empty, and the BF16 optimizer once. All ranks make the same calls in the same order. The
-    original parameters of the optimizer remain in the model. Their attributes tell where their elements are stored:
+    unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with only this group, stage 3
+    calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it once. All ranks make the
+    same calls in the same order. The original parameters of the optimizer remain in the model. Their attributes tell
+    where their elements are stored:
     stages 1 and 2, BF16   see [Note: where a parameter lies]
     stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
                            elements [r k, (r + 1) k) of each parameter, k = `partition_numel()`
-    When the plan is made, ranks exchange which elements they hold; together these must cover every parameter once.
-    Before the first update, after loading state, and at audits, each part is compared with the model's weights.
+    When the plan is made, each rank sends the positions of its elements to the other ranks. The elements of all ranks
+    must cover every parameter exactly once. Before the first update, after loading state, and at audits, each rank
+    compares its parts of the parameters with the model's weights.
 
 [Note: where a parameter lies]
     At stages 1 and 2 and with the BF16 optimizer, the parameters of a group are views of one buffer, in an order that
-    DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is cut into equal parts, and rank r
-    of `_dp_group` steps an fp32 copy of part r, the rank's flat. So a parameter's offset in the buffer tells which of
-    its elements a flat holds, and where. DeepSpeed's own record, `_hp_mapping`, follows the order of the groups instead
-    and is wrong with `round_robin_gradients` (0.19.8), so only its presence is read.
+    DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts, and rank r
+    of `_dp_group` steps an fp32 copy of part r, the rank's flat. So the offset of a parameter in the buffer determines
+    which elements of the parameter a flat holds, and at which position. DeepSpeed's own record of these positions,
+    `_hp_mapping`, follows the order of the groups and is wrong with `round_robin_gradients` (0.19.8). So shardmuon only
+    checks that the attribute exists.
 
 [Note: what is swapped]
-    With NVMe offload of optimizer state at stage 3, a sub-group is swapped to files if a rank holds at least max(1 MiB,
-    `aio.block_size`) of it. The files hold the sub-group's weights, all state tensors that are as long as its flat
-    (except tensors with `swappable = False`), and gradients of at least this size. The flat and its state tensors are
-    empty except while they are stepped. Smaller sub-groups stay in memory.
+    With NVMe offload of optimizer state at stage 3, DeepSpeed swaps a sub-group to files if a rank's part of the
+    sub-group has at least max(1 MiB, `aio.block_size`). The files hold the sub-group's weights, all state tensors that
+    are as long as its flat (except tensors with `swappable = False`), and gradients of at least this size. The flat and
+    its state tensors are empty except while the flat is stepped. Smaller sub-groups stay in memory.
 
 [Note: gradients that do not come back]
-    A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O needs
-    aligned memory addresses: multiples of 512 bytes on most file systems, and of 1 byte up to a page on others. At
-    other addresses the read fails, DeepSpeed ignores the failure, and the buffer's old content is used as gradient.
-    Buffers begin at a page boundary, so offsets determine the alignment. Only offsets of whole pages are allowed.
+    DeepSpeed reads a swapped gradient by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O
+    needs aligned memory addresses. The alignment is 512 bytes on most file systems, and between 1 byte and a page on
+    others. If an address is not aligned, the read fails, DeepSpeed ignores the failure, and the old content of the
+    buffer is used as the gradient. Buffers begin at a page boundary, so the offset determines the alignment of an
+    address. shardmuon therefore requires offsets that are multiples of a page.
 
 [Note: one vote before the first call]
-    A training step makes several calls of `step()`. Before the first call changes anything, all ranks that share flats
-    agree that options, momentum and partitions of every flat are valid, AdamW's flats included. A later error on one
-    rank breaks the optimizer, as in any step, and ranks that wait for the failed rank fail at once.
+    DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks vote
+    that the options, momentum and partitions of every flat are valid, including AdamW's flats. After an error on a rank
+    in a later call, the optimizer refuses further steps, as after an error in any step, and ranks that wait for the
+    failed rank fail immediately.
 
 [Note: names of state]
-    DeepSpeed's universal checkpoints know only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
-    flat is called `exp_avg`. `exp_avg_sq` is a single zero expanded to the flat's shape, which takes no memory.
+    DeepSpeed's universal checkpoints support only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of
+    a flat is stored as `exp_avg`. `exp_avg_sq` is a single zero that is expanded to the flat's shape, so it takes
+    almost no memory.
 
 [Note: what DeepSpeed loads]
-    `save_checkpoint` writes a rank's state in memory to a file as usual, and copies the rank's swap files. With NVMe
-    offload, `engine.load_checkpoint` copies the swap files back but does not read the file. So it always loses the
-    weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale. In a new
-    process it also loses swapped state, because the optimizer has no state tensors yet to read the swap files into.
-    `load_checkpoint` in this file loads everything. `_refuse_loaded` raises an error if it was not used.
+    `engine.save_checkpoint` writes a rank's state in memory to a state file, and copies the rank's swap files. With
+    NVMe offload, `engine.load_checkpoint` copies the swap files back but does not read the state file. So it always
+    loses the weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale.
+    In a new process it also loses swapped state, because the optimizer does not yet have state tensors into which the
+    swap files could be read. The function `load_checkpoint` of this module loads everything. If it was not used,
+    `_refuse_loaded` raises an error.
 """
 
 from __future__ import annotations
@@ -85,20 +92,21 @@ if TYPE_CHECKING:
     from shardmuon.plan.plan import Plan
 
 _TESTED = "0.19.8"
-_PAGE = 4096  # bytes; on every file system, direct I/O can read to addresses that are multiples of a page
+_PAGE = 4096  # size of a page in bytes; on every file system, direct I/O can read to addresses at page boundaries
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
 class _Flat(Core):
-    """Optimizer core that steps the matrices of one flat, a 1-D partition made by ZeRO, with the options of the
-    optimizer that DeepSpeed holds. Lives as long as the flat.
+    """Optimizer core that steps the matrices of one flat, a 1-D partition made by ZeRO. It uses the options of the
+    optimizer that DeepSpeed holds.
 
     Attributes:
         index: Index of the flat's optimizer group.
-        is_muon: True for a flat of matrices. False for a flat of AdamW's parameters, which is stepped as a whole.
-        swapped: True if DeepSpeed keeps the flat in files (NVMe) between steps.
-        parts: For each parameter: name, this rank's slice, and the tensor that is stepped, which is empty until `show`.
+        is_muon: True for a flat of matrices; False for a flat of AdamW's parameters, which is stepped as a whole.
+        swapped: True if DeepSpeed stores the flat in files (NVMe) between steps.
+        parts: For each parameter: its name, this rank's slice, and the tensor that is stepped (a shard). The shard is
+            empty until `show` makes it a view of the flat.
     """
 
     def __init__(
@@ -119,7 +127,7 @@ class _Flat(Core):
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
-        """State of each parameter's part in this flat, by parameter name."""
+        """Parameter name -> state of this rank's part of the parameter."""
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
@@ -127,16 +135,16 @@ class _Flat(Core):
         return [name for name, part, _ in self.parts if part.numel and _differs_from_model(self.flat, part)]
 
     def show(self) -> None:
-        """Make the shards and their gradients views of the flat and the flat's gradient. Call before each use, since
-        DeepSpeed may have moved them in memory."""
+        """Make the shards views of the flat, and their gradients views of the flat's gradient. Call this method before
+        each use of the shards, because DeepSpeed can move the flat and its gradient in memory."""
         flat, grad = self.flat.detach(), self.flat.grad
         for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
-        """Move the variant's state of this flat's matrices (such as NorMuon's second moments) out of `carried` into
-        `states`, after momentum was loaded.
+        """Move the variant's state of this flat's matrices (such as NorMuon's second moments) from `carried` to
+        `states`. Call this method after the momentum was loaded.
 
         Args:
             group: Optimizer group of the flat.
@@ -152,11 +160,11 @@ class _Flat(Core):
 
 
 class DeepSpeedHost(Host):
-    """Integration with DeepSpeed's engine. Active once DeepSpeed has replaced the parameters in the groups by its flat
-    partitions.
+    """Integration with DeepSpeed's engine. It becomes active when DeepSpeed replaces the parameters in the optimizer's
+    groups by its flat partitions.
 
     Attributes:
-        groups: For each optimizer group: the group, and the named parameters that it contained at first.
+        groups: For each optimizer group: the group, and the (name, parameter) pairs that it contained originally.
     """
 
     in_parts = True
@@ -166,14 +174,14 @@ class DeepSpeedHost(Host):
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
         self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
-        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`; AdamW's flats included
-        self._unchecked = True  # compare weights with the model's before the next step
-        self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded variant state, not yet in flats
+        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flats
+        self._unchecked = True  # True if the next step must compare the flats with the model's weights
+        self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
         self._num_stepped = 0  # number of flats stepped in this training step
 
     @property
     def _params(self) -> list[Tensor]:
-        """Model parameters that the optimizer's groups contained at first."""
+        """Model parameters that the optimizer's groups contained originally."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
@@ -191,19 +199,20 @@ class DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Stepped) -> None:
-        """Restore the groups to their state between steps. DeepSpeed itself does so only after a successful step."""
+        """Restore the groups to the state that they have between steps. DeepSpeed itself restores them only after a
+        successful step."""
         core.param_groups = [group for group, _ in self.groups]
         if _zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
 
     def _restore_options(self, core: Stepped) -> None:
-        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and take out variant state
-        (such as NorMuon's) that was saved in the groups.
+        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and move the variant's state
+        (such as NorMuon's), which was saved in the groups, to this object.
 
-        DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position; at stage 3 every
-        group gets the options of the first. Also at stage 3, all sub-groups share one "step" tensor, which each
-        sub-group would increment for all.
+        DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position. At stage 3, it
+        assigns the options of the first group to every group, and gives all sub-groups the same "step" tensor, which
+        would be incremented once for each sub-group.
         """
         carried = take_carried(group for group, _ in self.groups)
         if carried:
@@ -213,15 +222,19 @@ class DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # DeepSpeed assigned another group's options
+            if group.setdefault("param_names", names) != names:  # the options are those of another group
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
     def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load`. Inside DeepSpeed's `load_checkpoint` or this module's, all ranks run it together, and an error on
-        one rank is raised on all ranks, because DeepSpeed's own collectives follow. Elsewhere, and with
-        `pipeline_loading_checkpoint`, where ranks load one after another, errors are raised only where they occur."""
+        """Run `load`, which loads a state dict.
+
+        If DeepSpeed's or this module's `load_checkpoint` is the caller, all ranks run `load` together, and an error on
+        one rank is raised on all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
+        afterwards. With any other caller, and with `pipeline_loading_checkpoint`, which makes ranks load one after
+        another, an error is raised only on the rank where it occurs.
+        """
         frame = caller("load_checkpoint", "deepspeed", __name__)
         engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
         alone = engine is None or engine._config.zero_config.pipeline_loading_checkpoint
@@ -229,7 +242,7 @@ class DeepSpeedHost(Host):
             run_together(load, (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            if not alone:  # other ranks may have loaded state, and all have new model weights
+            if not alone:  # other ranks can have new state, and all have new weights
                 core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
             raise
 
@@ -238,13 +251,13 @@ class DeepSpeedHost(Host):
             self._restore_options(core)
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Put variant state, such as NorMuon's, into the saved groups. It does not fit into the state that DeepSpeed
-        saves, whose tensors must be as long as a flat."""
+        """Put the variant's state, such as NorMuon's second moments, into the saved groups. DeepSpeed cannot save it as
+        state, because state tensors must be as long as a flat."""
         if self.is_active:
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # use the first group for all: from a universal checkpoint, stage 3 loads only the first group's options
+            # Put the state of all groups into the first group: stage 3 loads only this group of a universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -264,7 +277,11 @@ class DeepSpeedHost(Host):
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """List the parts of parameters in all flats, AdamW's flats included."""
+        """List this rank's parts of parameters in all flats, including AdamW's flats.
+
+        Raises:
+            ValueError: A flat is swapped to files, so its weights are not in memory.
+        """
         if not self._flats:
             self._attach(core)
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -286,14 +303,16 @@ class DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. This
-        stage is recognized by its first call of `step`, which only creates state, with zero gradients."""
+        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. With
+        this stage, DeepSpeed first calls `step` from a function that only creates state, so the caller identifies
+        it."""
         return _refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Stepped, fault: Fault) -> None:
-        """Step the groups that DeepSpeed put into `core.param_groups` for this call."""
+        """Take one of the calls of `step()` in a training step, for the groups that DeepSpeed put into
+        `core.param_groups`."""
         try:
-            # a training step begins: see [Note: one vote before the first call]
+            # True if a new training step begins, see [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -311,8 +330,8 @@ class DeepSpeedHost(Host):
             raise
 
     def _begin(self, core: Stepped, fault: Fault) -> None:
-        """Check all flats of this rank before the first update of a training step. Raises the first error found.
-        Weights are not changed."""
+        """Check all flats of this rank before the first update of a training step, and raise the first error. Weights
+        are not changed."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -324,11 +343,12 @@ class DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # swapped flats get their state when they are stepped, one at a time
+            if not known.swapped:  # swapped flats get their state only when they are stepped
                 self._state(core, known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
-        # swapped flats of other calls are not compared, as DeepSpeed may still read them from files (`pipeline_read`)
+        # Swapped flats that this call does not step are not compared with the model, because DeepSpeed can still be
+        # reading them from files (`pipeline_read`).
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
         wrong = [name for known in here for name in known.unlike_model()] if self._unchecked else []
         if wrong:
@@ -350,13 +370,17 @@ class DeepSpeedHost(Host):
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        if zero3 is not None:  # stage 3 puts flats into the groups only while they are stepped
+        if zero3 is not None:  # at stage 3, the groups contain a flat only while it is stepped
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
 
     def _state(self, core: Stepped, known: _Flat) -> dict[str, Any]:
-        """Return the state of a flat, created as zeros if missing. It must be complete when the first flat has been
-        stepped, because DeepSpeed looks for state only then."""
+        """Return the state of a flat. State that is missing is created as zeros. All state must exist when the first
+        flat has been stepped, because DeepSpeed looks for state only at that time.
+
+        Raises:
+            ValueError: The loaded momentum does not have the shape of the flat.
+        """
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
         if not known.is_muon:
@@ -375,8 +399,8 @@ class DeepSpeedHost(Host):
         return state
 
     def _step_flats(self, core: Stepped) -> None:
-        """Step the flats of this call. If preparing a flat fails, the other ranks learn of the error in the vote of the
-        flat's core."""
+        """Step the flats that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat, the error
+        reaches the other ranks in the vote of the flat's core."""
         for group in core.param_groups:
             for flat in group["params"]:
                 known = self._flats[id(flat)]
@@ -403,7 +427,7 @@ class _Slice(NamedTuple):
     Attributes:
         param: The model's parameter.
         start: Index of the first element in the flattened parameter.
-        numel: Number of elements; 0 if the flat holds nothing of the parameter.
+        numel: Number of elements; 0 if the flat holds no element of the parameter.
         offset: Index of the first element in the flat.
     """
 
@@ -426,11 +450,11 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
 
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
-        params: Model parameters that the group contained before.
+        params: Model parameters that the group contained originally.
 
     Returns:
-        This rank's slices of all trainable parameters in the flat's group or sub-group, in an order that is the same on
-        all ranks (empty slices included), and the process group over which these parameters are partitioned.
+        This rank's slices of all trainable parameters in the flat's group or sub-group, and the process group over
+        which these parameters are partitioned. Slices are in the same order on all ranks; some can be empty.
 
     Raises:
         ValueError: The tensor is not a flat of these parameters, or DeepSpeed partitions in a way that is not
@@ -440,7 +464,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
     wrong = [part.param for part in slices if id(part.param) not in known]
-    if zero3 is None:  # at stage 3, parameters of the group may be in other sub-groups
+    if zero3 is None:  # at stage 3, some parameters of the group can belong to other sub-groups
         wrong += [p for p in params if p.requires_grad and id(p) not in found]
     if wrong:
         raise ValueError(
@@ -458,8 +482,8 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
 
 
 def _check_version() -> None:
-    """Raise ValueError if DeepSpeed is older than the tested version, because older versions pass wrong gradients to
-    the optimizer with some settings (benchmarks/results/nvme.md)."""
+    """Raise ValueError if DeepSpeed is older than the tested version. With some settings, older versions pass wrong
+    gradients to the optimizer (benchmarks/results/nvme.md)."""
     here = sys.modules["deepspeed"].__version__
     if TorchVersion(here) < _TESTED:
         raise ValueError(
@@ -469,8 +493,8 @@ def _check_version() -> None:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, and their process group, at stages 1 and 2 and with the BF16 optimizer:
-    see [Note: where a parameter lies]."""
+    """Find the slices of parameters in a flat, and the process group of the parameters, at stages 1 and 2 and with the
+    BF16 optimizer. See [Note: where a parameter lies]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
@@ -487,23 +511,24 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
     group = members[0]._dp_group
-    first = group_ranks(group).index(my_rank()) * flat.numel()  # begin of this rank's partition in the buffer
+    first = group_ranks(group).index(my_rank()) * flat.numel()  # first element of the buffer in this rank's flat
     begin = min(p.storage_offset() for p in members)
     slices = []
     for p in members:
-        place = p.storage_offset() - begin  # position in the buffer
+        place = p.storage_offset() - begin  # first element of the parameter in the buffer
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(_Slice(p, start - place, stop - start, start - first) if start < stop else _Slice(p, 0, 0, 0))
     return slices, group
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, and their process group, at stage 3, where each rank holds an equal part
-    of each parameter, padded at the end."""
+    """Find the slices of parameters in a flat, and the process group of the parameters, at stage 3. At this stage, each
+    parameter is padded at the end and split into one equal part per rank."""
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # with other values, parameters are partitioned differently, or DeepSpeed's own Adam steps parts of them
+    # With other values of these options, DeepSpeed partitions parameters in another way than the code below assumes, or
+    # steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
@@ -530,9 +555,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
 
 
 def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
-    """True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's weights.
-    False if the slice or the weights are currently in swap files, so that they cannot be compared.
-    """
+    """Return True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's
+    weights. Returns False if the two cannot be compared, because the flat or the model's weights are not in memory."""
     param: Any = part.param
     if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
@@ -545,8 +569,9 @@ def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
 
 
 def _refuse_copies() -> None:
-    """Raise ValueError for ZeRO stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The
-    copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would look like a whole matrix."""
+    """Raise ValueError for ZeRO stage 0 in half precision. At this stage, DeepSpeed steps fp32 copies of the
+    parameters. The copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would look like a whole
+    matrix."""
     raise ValueError(
         f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
         "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
@@ -555,12 +580,12 @@ def _refuse_copies() -> None:
 
 
 def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]]) -> None:
-    """Raise ValueError for options that are not supported with ZeRO's partitions, and if weights are offloaded to NVMe,
-    because DeepSpeed may corrupt them: it may round fp32 weights to bf16, and it reads weights into memory addresses
-    that direct I/O does not support.
+    """Raise ValueError for options that are not supported with ZeRO's partitions, and for weights that are offloaded to
+    NVMe. DeepSpeed can corrupt weights on NVMe: it can round fp32 weights to bf16, and it reads weights into memory
+    addresses that direct I/O does not support.
 
     Args:
-        keeper: How the optimizer stores momentum.
+        keeper: Object that stores the optimizer's momentum.
         groups: For each optimizer group: the group, and (name, parameter) of the model parameters in it.
     """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
@@ -587,16 +612,16 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 
 def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
-    """Make a leaf tensor that is stepped in place of a parameter. It is empty at first; each step makes it a view of
+    """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
     the parameter's slice of the flat."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # set with offload_optimizer
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads the flat
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 
 class DeepSpeedEngine(Engine):
-    """Engine that raises an error for model parameters partitioned by ZeRO 3, which only DeepSpeed's optimizer can
-    step."""
+    """Engine that raises an error for model parameters that ZeRO 3 has partitioned. Only DeepSpeed's optimizer can step
+    such parameters."""
 
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
@@ -615,12 +640,12 @@ class DeepSpeedEngine(Engine):
 
 
 def _zero3_of(params: Iterable[Tensor]) -> Any:
-    """Return DeepSpeed's stage-3 optimizer if it steps any of these model parameters, otherwise None."""
+    """Return DeepSpeed's stage-3 optimizer if it steps any of the given model parameters, otherwise None."""
     return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
 
 
 def _swapped_numel(flat: Tensor, zero3: Any) -> int:
-    """Return the number of elements of a flat that DeepSpeed swaps to files; 0 for a flat that stays in memory."""
+    """Return the number of elements of a flat if DeepSpeed swaps it to files; 0 for a flat that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
     number = _number_of(flat, zero3)
@@ -633,16 +658,20 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
 
 
 def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError if a swapped gradient of the flat's sub-group would be read into a memory address that direct
-    I/O may not support: see [Note: gradients that do not come back]. `named`: (name, parameter) pairs of the flat's
-    optimizer group."""
+    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat's sub-group to a memory address that
+    direct I/O does not support on all file systems. See [Note: gradients that do not come back].
+
+    Args:
+        flat: Partition that DeepSpeed steps.
+        named: (name, parameter) pairs of the flat's optimizer group.
+    """
     zero3 = _zero3_of(p for _, p in named)
     if not _swapped_numel(flat, zero3):
         return
     names = {id(p): name for name, p in named}
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # in the sub-group's buffer, with padding
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # offset in the buffer; numel with padding
         if numel * size >= least and offset * size % _PAGE:
             name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
             raise ValueError(
@@ -655,8 +684,8 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
 
 
 def _refuse_loaded(step: FrameType | None) -> None:
-    """Raise ValueError if a checkpoint was loaded by `engine.load_checkpoint` instead of this package's
-    `load_checkpoint`. The engine's attribute `loaded_checkpoint_dp_world_size` tells.
+    """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
+    `load_checkpoint`. The engine's attribute `loaded_checkpoint_dp_world_size` is then not None.
 
     Args:
         step: Stack frame of the engine's method that calls `step()`, or None.
@@ -674,12 +703,12 @@ def _refuse_loaded(step: FrameType | None) -> None:
 
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Load a DeepSpeed checkpoint completely. Use this function in place of `engine.load_checkpoint`, which loses state
-    with NVMe offload. Collective over all ranks. It reads pickles, so load only files that you trust.
+    with NVMe offload. Collective over all ranks. The function reads pickles, so load only checkpoints that you trust.
 
     Args:
         engine: Engine returned by `deepspeed.initialize`, with a `shardmuon.Muon` as optimizer.
         load_dir: Folder written by `engine.save_checkpoint` on the same number of ranks.
-        tag: Tag of the checkpoint in the folder. Default: the latest.
+        tag: Tag of the checkpoint in the folder. Default: the latest checkpoint.
         options: Options of `engine.load_checkpoint`. With NVMe offload, only `load_module_strict` and
             `load_lr_scheduler_states` are allowed.
 
@@ -687,8 +716,9 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         Result of `engine.load_checkpoint`: (path, client state).
 
     Raises:
-        ValueError: The checkpoint does not fit on some rank. Raised on all ranks, before anything changes. If only the
-            optimizer's state does not fit, however, everything else has been loaded, and further steps raise errors.
+        ValueError: The checkpoint does not fit on some rank. The error is raised on all ranks, usually before anything
+            changes. But if only the optimizer's state does not fit, everything else has been loaded already, and
+            further steps raise errors.
     """
     zero3 = engine.optimizer
     with made_public():
@@ -697,15 +727,18 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # read the swap files again, now that state tensors exist
+        zero3.load_state_dict([saved] * num_ranks())  # load the state file, and read the swap files again
         zero3.checkpoint_event_epilogue()
-        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would raise an error
+        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would refuse the next step
     return found
 
 
 def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the file with this rank's optimizer state dict, and replace empty tensors of swapped state by zeros. Raises
-    ValueError if the file or the saved swap files do not fit the engine's partitions."""
+    """Read the file with this rank's optimizer state dict, and replace the empty tensors of swapped state by zeros.
+
+    Raises:
+        ValueError: The file or the saved swap files do not fit the engine's partitions.
+    """
     unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
     if unknown or engine.load_universal_checkpoint():
         raise ValueError(
@@ -734,7 +767,7 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # swapped tensors were saved empty: use zeros as placeholders
+    for number, numel in enumerate(swapped):  # swapped tensors were saved empty; zeros take their place
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

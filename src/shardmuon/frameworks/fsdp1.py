@@ -1,10 +1,10 @@
-"""State dicts of FSDP1's parameters in the form that `FSDP.optim_state_dict` can gather.
+"""Save the optimizer state of FSDP1's parameters in a form that `FSDP.optim_state_dict` can gather.
 
 [Note: alike in a unit]
-    FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) of a unit (a wrapped module) as one tensor that
-    is as long as the unit's flat parameter. So every parameter of the unit needs every kind of state, in one dtype.
-    Muon stores different kinds for matrices and for AdamW's parameters. Kinds that a parameter lacks are therefore
-    saved as zeros, and dropped on loading.
+    A unit is a module that FSDP1 wraps. FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) of a unit
+    as one tensor that is as long as the unit's flat parameter. So every parameter of the unit needs every kind of
+    state, in one dtype. But Muon stores other kinds for matrices than for AdamW's parameters. Kinds that a parameter
+    lacks are therefore saved as zeros, and dropped on loading.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class FSDP1Host(Host):
     packages = ()
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Add zeros for missing kinds of state, so that all parameters of an FSDP1 unit have the same kinds in the same
-        dtype: see [Note: alike in a unit]."""
+        """Add zeros for missing kinds of state. All parameters of an FSDP1 unit then have the same kinds of state in
+        the same dtype, see [Note: alike in a unit]."""
         state = saved["state"]
         units: dict[Any, list[tuple[int, Tensor]]] = {}
         for group, packed in zip(core.param_groups, saved["param_groups"], strict=True):
@@ -40,12 +40,12 @@ class FSDP1Host(Host):
             kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
             dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
             if not dtypes or any(SCALE in state[key] for key, _ in members):
-                continue  # no state yet, or 8-bit momentum, which FSDP1 cannot save
-            dtype = reduce(torch.promote_types, dtypes)  # can represent the values of all these dtypes exactly
+                continue  # there is no state yet, or the momentum is 8-bit, which FSDP1 cannot save
+            dtype = reduce(torch.promote_types, dtypes)  # this dtype represents all values exactly
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
                 state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
-        # variants' state per matrix goes into the groups: FSDP1 saves only state that is as long as the parameter
+        # Save the variants' state per matrix in the groups: FSDP1 saves only state that is as long as the parameter.
         carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
 
 

@@ -1,35 +1,37 @@
 """Megatron-core: a `get_megatron_optimizer` that makes shardmuon's optimizer for Megatron's own training loop.
 
-Megatron still handles gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
-groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the step: it
-distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in
-Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
-independent, except that all have the same list of parameter groups. Every private attribute of Megatron's optimizers
-that shardmuon reads or overrides is in this file. Megatron-FSDP is in megatron_fsdp.py.
+Megatron still handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all
+parallel groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the
+step: it distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As
+in Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
+independent of each other, except that all of them have the same list of parameter groups. Every private attribute of
+Megatron's optimizers that shardmuon reads or overrides is in this file. Megatron-FSDP is handled in megatron_fsdp.py.
 
-Works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
+This module works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
 
 [Note: what Megatron steps]
-    Each bucket of a gradient buffer is cut into equal parts, one per data-parallel rank; a cut can go through a matrix.
-    `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards, one for each parameter with
-    elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`), in an order that differs by
-    rank. A shard is a view of an fp32 parameter, or an fp32 copy for other dtypes. This module changes the groups: they
-    get shards of all matrices, in the same order on every rank, some of them empty. The optimizer steps these shards
-    like other flat shards. Without the distributed optimizer, every replica has all main weights, which are stepped as
-    parameters.
+    Each bucket of a gradient buffer is split into equal parts, one per data-parallel rank. A part can begin or end
+    inside a matrix. `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards, one for
+    each parameter with elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`). The order
+    of the shards differs between ranks. A shard of an fp32 parameter is a view; a shard of a parameter with another
+    dtype is an fp32 copy. This module changes the groups: every rank gets shards of all matrices, in the same order,
+    and some shards are empty. The optimizer steps these shards like those of any other flat buffer. Without the
+    distributed optimizer, every replica has all main weights, which the optimizer steps like ordinary parameters.
 
 [Note: checkpoints]
-    All of Megatron's formats read and write state through two methods, which know only Adam's two state names. Momentum
-    is saved as `exp_avg`; `exp_avg_sq` of a matrix is zeros, created on access. There is one step count, stored as the
-    option ``step`` of every group and in every parameter's state.
+    All of Megatron's formats read and write state through two methods, which support only Adam's `exp_avg` and
+    `exp_avg_sq`. So momentum is saved as `exp_avg`. The `exp_avg_sq` of a matrix is a tensor of zeros, which is created
+    when it is read. There is one step count. It is stored as the option ``step`` of every group, and in the state of
+    every parameter.
 
 [Note: what stages keep here]
-    `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of its parameter, and
-    fails for a tensor of another shape. A variant's state per matrix (such as NorMuon's) has another shape, and is the
-    same on all ranks that share the matrix, even if a rank's shard is empty. So this state is saved in the groups, by
-    parameter name (see step/kept.py). This is sufficient if each model-parallel rank saves its own groups, as in the
-    formats that follow the distributed optimizer's buffers. If rank 0 saves its groups for all ranks, however, ranks
-    with other parameters would lose their state, so saving raises an error.
+    `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of the tensor's
+    parameter, and fails for a tensor that does not have the parameter's shape. This is the case for an optimizer
+    variant's state per matrix (such as NorMuon's), which is equal on all ranks that share the matrix, even if a rank's
+    shard is empty. So this state is saved in the groups, by parameter name (see step/kept.py). That is sufficient if
+    each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's buffers. In
+    other formats, rank 0 saves its groups for all ranks. Ranks with other parameters than rank 0 would then lose their
+    state, so saving raises an error.
 """
 
 from __future__ import annotations
@@ -74,20 +76,22 @@ def get_megatron_optimizer(
     Args:
         config: `OptimizerConfig`. Fields used: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the
             ``muon_`` fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor,
-            split_qkv), and the fields that Megatron's own classes use. `muon_tp_mode` and `muon_fp32_matmul_prec` are
+            split_qkv), and all fields that Megatron's own classes use. `muon_tp_mode` and `muon_fp32_matmul_prec` are
             ignored.
         model_chunks: Model chunks, each wrapped in Megatron's `DistributedDataParallel`.
         pg_collection: `ProcessGroupCollection`. Default: Megatron's global groups. With tensor parallelism, dense
             matrices are sharded over group `tp`, and experts over group `expt_tp`.
-        adamw_lr: Learning rate of AdamW's parameters; their min_lr is scaled by the same factor. Default: `config.lr`.
+        adamw_lr: Learning rate of AdamW's parameters. `config.min_lr` is scaled by `adamw_lr` / `config.lr` for these
+            parameters. Default: `config.lr`.
         overrides: (pattern, choice) pairs, see `shardmuon.param_groups`. Patterns match the model's parameter names,
             without the wrappers' prefix ``module.``.
-        use_gloo_process_groups: True gives the distributed optimizer a gloo group, as in Megatron. Some checkpoint
-            formats need this group.
-        **muon_options: Options of `Muon` (``method``, ``momentum``, ...); they take precedence over `config`.
+        use_gloo_process_groups: If True, the distributed optimizer gets a gloo group, which some checkpoint formats
+            need. The argument has the same meaning in Megatron's function. It has no effect with `pg_collection`.
+        **muon_options: Options of `Muon`, such as ``method`` and ``momentum``. They take precedence over `config`.
 
     Returns:
-        The `ChainedOptimizer`, with one optimizer for dense parameters and one for experts, if this rank has any.
+        The `ChainedOptimizer`. It chains one optimizer for dense parameters and one for experts, or only one of the two
+        if no rank has parameters for the other.
 
     Raises:
         ValueError: The configuration is not supported, or the matrices of a parameter cannot be determined.
@@ -96,7 +100,7 @@ def get_megatron_optimizer(
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
-    with fault:  # record errors, which are raised on all pipeline stages in `_aligned`
+    with fault:  # record errors of this rank, because `_aligned` raises them on all ranks
         given = parse_overrides(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
@@ -173,7 +177,7 @@ def _is_expert(param: Tensor) -> bool:
 
 
 def _tp(groups: Any, expert: bool) -> Any:
-    """Return the tensor-parallel group of dense parameters or of experts; None if it has only one rank."""
+    """Return the tensor-parallel group of dense parameters or of experts; None if the group has only one rank."""
     group = getattr(groups, "expt_tp", None) if expert else groups.tp
     return group if group is not None and len(group_ranks(group)) > 1 else None
 
@@ -182,7 +186,12 @@ def _tp(groups: Any, expert: bool) -> Any:
 
 
 def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the options of `Muon` from Megatron's config. The user's options take precedence."""
+    """Make the options of `Muon` from Megatron's config and from the options that the user gave. The user's options
+    take precedence.
+
+    Raises:
+        ValueError: An option cannot be used with Megatron, or `Muon` has no equivalent of the config.
+    """
     if {"process_group", "tp_group"} & given.keys():
         raise ValueError(
             "process_group and tp_group are Megatron's to say: give pg_collection=, or leave it out for its global "
@@ -201,7 +210,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "ns_steps": config.muon_num_ns_steps,
         **given,
     }
-    if "ns_coefficients" in given:  # Megatron's number of steps is for other coefficients
+    if "ns_coefficients" in given:  # the config's number of steps is meant for the config's coefficients
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
         mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
@@ -215,8 +224,9 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
-    """Make overrides that split Megatron's fused attention projections, which store (q, k, v) rows for each query
-    group, into three matrices, or into four with gated attention."""
+    """Make overrides that split Megatron's fused attention projections into separate matrices. For each query group, a
+    projection stores rows of q, k and v, with gated attention also the rows of the gates. So it is split into three
+    matrices, or into four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -234,15 +244,16 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
-    """Find the indices of the overrides that match a parameter of this model chunk. Other overrides may match on
-    another pipeline stage."""
+    """Return the indices of the overrides that match a parameter of the given model chunk. An override that matches no
+    parameter here can match one on another pipeline stage."""
     found = find_places(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
 def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
-    """Make copies of these overrides that apply only to experts, and that set the experts' tensor-parallel group, which
-    differs from the group of dense parameters."""
+    """Make copies of the given overrides for experts. A copy applies only to experts, and sets their tensor-parallel
+    group, which differs from the group of dense parameters. A last copy applies to all experts that no override
+    matches."""
 
     def fits(name: str, param: Tensor, module: nn.Module, rule: Rule) -> bool:
         return _is_expert(param) and rule.fits(name, param, module)
@@ -263,8 +274,8 @@ def _routed(
     adjust_lr_fn: str | None,
     groups: Any,
 ) -> list[dict[str, Any]]:
-    """Make the parameter groups of a model chunk, separately for dense parameters and experts, with the keys that
-    Megatron's scheduler and checkpoints need."""
+    """Make the parameter groups of a model chunk, with the keys that Megatron's scheduler and checkpoints need. Dense
+    parameters and experts are in separate groups."""
     if not any(p.requires_grad for p in chunk.parameters()):
         return []
     if _tp(groups, False) is not None or _tp(groups, True) is not None:
@@ -273,14 +284,14 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # the default would differ between pipeline stages
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # other defaults would differ by stage
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets the process group directly
+        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets the group itself
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -300,7 +311,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # raises if the matrix's tensor-parallel attributes are invalid
+                with about(name):  # raise an error for invalid tensor-parallel attributes
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -308,13 +319,14 @@ def _routed(
 def _aligned(
     listed: Sequence[Mapping[str, Any]], fault: Fault, rules: Sequence[Rule], matched: set[int]
 ) -> list[dict[str, Any]]:
-    """Merge groups with equal options, and make all ranks have the same groups in the same order, because Megatron's
-    checkpoints save a single list of groups for all ranks. A group is empty on pipeline stages without parameters for
-    it. Collective.
+    """Merge groups with equal options, and give all ranks the same groups in the same order. Collective.
+
+    Megatron's checkpoints require this, because they save a single list of groups for all ranks. If a pipeline stage
+    has no parameters for a group, the group is empty on the ranks of this stage.
 
     Args:
         listed: Groups of this rank.
-        fault: Record of an error on this rank, if any, which is raised on all ranks.
+        fault: Record of an error on this rank, if there was one. The error is raised on all ranks.
         rules: The user's overrides.
         matched: Indices of the overrides that match a parameter on this rank.
 
@@ -351,8 +363,8 @@ def _wrapped(
         groups: Megatron's process groups.
         expert: True for the experts' optimizer.
         chunks: Model chunks.
-        shared: Process groups of the distributed optimizer, by Megatron's names. None: there is no distributed
-            optimizer, and every replica has all main weights.
+        shared: Process groups of the distributed optimizer, by Megatron's names. None if there is no distributed
+            optimizer; every replica then has all main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -381,14 +393,14 @@ def _wrapped(
         muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        param.requires_grad_(True)  # Megatron's fp32 main weights would count as frozen
+        param.requires_grad_(True)  # otherwise Megatron's fp32 main weights would count as frozen
         if tp_group is None:
             param.tensor_model_parallel = False  # Megatron's layers set True even without tensor parallelism
     return wrapped
 
 
 def _scaler(config: Any) -> Any:
-    """Make the gradient scaler that Megatron would choose; None if it would choose none."""
+    """Make the gradient scaler that Megatron uses with this config; None if Megatron does not scale gradients."""
     scalers = _core("optimizer.grad_scaler")
     if config.loss_scale:
         return scalers.ConstantGradScaler(config.loss_scale)
@@ -405,7 +417,7 @@ def _scaler(config: Any) -> Any:
 
 
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
-    """Create the optimizer's missing state as zeros, so that checkpoints can be loaded into it."""
+    """Create the optimizer's missing state as zeros, because Megatron loads checkpoints into existing state."""
     optimizer.complete_state()
 
 
@@ -413,12 +425,12 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
 
 
 class _WholeHost(Host):
-    """Integration with Megatron's wrappers in which every replica has all main weights. A variant's state per matrix is
-    saved in the groups.
+    """Integration with Megatron's wrappers in which every replica has all main weights. It saves a variant's state per
+    matrix in the groups.
 
     Args:
-        elsewhere: True if some ranks have other parameters than rank 0. `sharded_state_dict`, which saves only the
-            groups of rank 0, then raises ValueError if there is state to save in them.
+        elsewhere: True if some ranks have other parameters than rank 0. Because `sharded_state_dict` saves only the
+            groups of rank 0, it then raises ValueError if the variant has state.
     """
 
     packages = ()
@@ -438,8 +450,8 @@ class _WholeHost(Host):
 
 
 class _Unfinished(Host):
-    """Temporary integration while Megatron's wrapper is being made. The wrapper saves and loads the optimizer's state
-    before the shards in its groups have been described."""
+    """Temporary integration while Megatron's wrapper is being made. While it is made, the wrapper saves and loads the
+    optimizer's state, although the shards in the optimizer's groups have not been described yet."""
 
     @property
     def is_active(self) -> bool:
@@ -451,8 +463,8 @@ class _ShardHost(_Unfinished):
 
     Args:
         core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
-            model chunks may have the same name; names are made unique.
-        shards: Model parameter -> its fp32 shard, for parameters of which this rank has elements.
+            model chunks can have the same name, so a number is appended to names that occur again.
+        shards: Model parameter -> its fp32 shard, for all parameters of which this rank has elements.
     """
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
@@ -467,29 +479,32 @@ class _ShardHost(_Unfinished):
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-        # a checkpoint lacks these options, or has the values of the rank that wrote it
+        # Loading a checkpoint overwrites these options or drops them: it contains the values of the rank that wrote it,
+        # or no values.
         own = ("tp_group", "process_group", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._restore(core)
 
     def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does, and also the variant's state per matrix in its groups. Collective over all
-        ranks."""
+        """Load a state dict as torch does. In addition, load the variant's state per matrix, which is saved in the
+        state dict's groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().take_over(core, state_dict)
-        for weight in self.weights(core):  # Megatron passes in existing state: remove the old values
+        for weight in self.weights(core):  # remove old values, because Megatron loads into existing state
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # make new tensors, on all ranks at once, since all must agree on the norms that a step has already seen
+            # Make new tensors on every rank, since ranks must agree on which norms a step has already measured.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
     def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the saved groups. Returns the variant's state per matrix, by parameter name, and the step count.
+        """Check the groups of a state dict. Returns the variant's state per matrix, by parameter name, and the step
+        count.
 
         Raises:
-            ValueError: State that the variant needs is missing although steps were taken, or step counts differ.
+            ValueError: The groups have different step counts, or steps were taken but state that the variant needs is
+                missing.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -502,8 +517,8 @@ class _ShardHost(_Unfinished):
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Stepped) -> None:
-        """Restore this rank's own options, and give each parameter a separate step counter, after groups and state were
-        loaded. In the state that Megatron loads, all parameters share one counter or have none."""
+        """Restore this rank's own options and give each parameter a separate step counter, after Megatron has loaded
+        groups and state. In the loaded state, all parameters share one counter, or no parameter has a counter."""
         for group, own in zip(core.param_groups, self._own_options, strict=True):
             group.update(own)
         take_carried(core.param_groups)
@@ -514,8 +529,8 @@ class _ShardHost(_Unfinished):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Put the variant's state per matrix into the first saved group, by parameter name, because Megatron's
-        checkpoints save only Adam's kinds of state."""
+        """Put the variant's state per matrix into the first saved group, by parameter name. Megatron's checkpoints
+        cannot save it as state, because they save only Adam's kinds of state."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Stepped, fault: Fault) -> None:
@@ -527,7 +542,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Stepped) -> list[Weight]:
-        """List the shards of matrices, without AdamW's parameters."""
+        """List the shards of all matrices. AdamW's parameters are left out."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
@@ -538,8 +553,8 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. `shardmuon`: the object that holds the
-        optimizer's shards."""
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. The attribute `shardmuon` is the integration
+        that holds the optimizer's shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -585,14 +600,14 @@ def _distributed_optimizer(
 
     Args:
         base: Megatron's `DistributedOptimizer`.
-        muon: Optimizer whose groups hold the model's parameters; the parameters are replaced by shards.
+        muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters by shards.
         *args, **kwargs: Other arguments of `base`.
-        process_group: Ranks over which the parameters are replicated, in all optimizer instances together.
+        process_group: Ranks over which the parameters are replicated, over all instances of Megatron's optimizer.
         tp_group: Tensor-parallel group of the parameters, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
     muon.hosts.insert(0, _Unfinished())
-    with torch.no_grad():  # otherwise shards of fp32 parameters would not be leaves
+    with torch.no_grad():  # with gradients enabled, shards of fp32 parameters would not be leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     whole = chain.from_iterable([*wrapped.model_fp32_groups, *wrapped.model_float16_groups])
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
@@ -600,7 +615,7 @@ def _distributed_optimizer(
     for part in shards.values():
         part.requires_grad_(True)  # otherwise shards would count as frozen
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron put there
+        if group["use_muon"]:  # AdamW's groups keep Megatron's shards
             group["params"] = []
             for order, param in enumerate(params):
                 shard, start = shards.get(param), 0
@@ -616,8 +631,11 @@ def _distributed_optimizer(
 
 
 def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
-    """Describe a shard that begins at element `start` of the flattened parameter. Raises ValueError if the parameter's
-    tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid."""
+    """Describe a shard that begins at element `start` of the flattened parameter.
+
+    Raises:
+        ValueError: The parameter's tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid.
+    """
     shards = GroupRef.of(tp_group, "tp_group")
     cut = None if shards is None else TensorParallelEngine(shards).cut(param)
     shape = list(param.shape)

@@ -1,14 +1,16 @@
-"""Megatron-FSDP: DTensors whose placements do not match what they store. Its experimental version 2 is not supported.
+"""Megatron-FSDP: an engine for its parameters, which are DTensors whose placements do not describe what they store.
 
-Every private attribute of Megatron-FSDP that shardmuon reads is in this file. The package itself is never imported.
+Megatron-FSDP's experimental version 2 is not supported. Every private attribute of Megatron-FSDP that shardmuon reads
+is in this file. The package itself is never imported.
 
 [Note: Megatron-FSDP's storage]
-    Each unit (FSDP module) stores its parameters in one flat buffer, with padding between them, cut into equal parts
-    over the data-parallel ranks. So a parameter with placement `Shard(0)` can have any number of whole rows on any
-    rank, and none on most ranks; torch's chunk rule, its offset helper and `full_tensor()` silently give wrong results.
-    Tensor parallelism shards first, along any dim. The attribute `megatron_fsdp_slice` of a parameter tells which
-    elements of its tensor-parallel shard this rank stores. If no data-parallel axis shards, a rank stores the whole
-    tensor-parallel shard. The slices of all ranks together must cover the parameter.
+    Each unit (FSDP module) stores its parameters in one flat buffer, with padding between the parameters. The buffer is
+    split into equal parts, one per data-parallel rank. So a parameter with placement `Shard(0)` can have any number of
+    whole rows on any rank, and none on most ranks. For such a parameter, torch's rule for chunks, its helper for
+    offsets and `full_tensor()` silently give wrong results. Tensor parallelism shards a parameter before FSDP does,
+    along any dim. The attribute `megatron_fsdp_slice` of a parameter gives the elements of the tensor-parallel shard
+    that this rank stores. If no data-parallel axis of the mesh is sharded, a rank stores the whole tensor-parallel
+    shard. The slices of all ranks together must cover the parameter.
 
 [Note: empty shards]
     On a rank that stores nothing of a parameter, `grad` stays None. If the ranks that store the parameter have
@@ -38,8 +40,8 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class MegatronFSDPCopy(Engine):
-    """Engine that raises an error for the unsharded parameter copies that Megatron-FSDP uses in forward and backward,
-    and for parameters of its version 2."""
+    """Engine that raises an error for two kinds of parameters: the unsharded copies that Megatron-FSDP uses in the
+    forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
 
     def recognizes(self, param: Tensor) -> bool:
         own = param.__dict__
@@ -54,15 +56,15 @@ class MegatronFSDPCopy(Engine):
 
 
 class MegatronFSDPEngine(DTensorEngine):
-    """Engine for Megatron-FSDP's parameters. Their attributes, not their placements, give the position of a local
-    tensor in the parameter: see [Note: Megatron-FSDP's storage]."""
+    """Engine for Megatron-FSDP's parameters. The attributes of a parameter, not its placements, give the position of
+    the local tensor in the parameter, see [Note: Megatron-FSDP's storage]."""
 
     believes_placements = False
 
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # these checks must be cheap, since they run for every DTensor in every step
+        # These checks run for every DTensor in every step, so they must be cheap.
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
@@ -89,8 +91,8 @@ class MegatronFSDPEngine(DTensorEngine):
         return True
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if this rank stores nothing of the parameter. No other reason for a missing gradient needs to be
-        considered, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
+        """Return True if this rank stores no element of the parameter. A gradient cannot be missing for any other
+        reason, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
         return self.storage(param).numel() == 0
 
 
@@ -101,11 +103,12 @@ _ENGINE = MegatronFSDPEngine()
 
 
 def _place_of(param: Any) -> tuple[Cut, int, int, int]:
-    """Find the position of this rank's storage in a parameter.
+    """Find the position in a parameter of the rows that this rank stores.
 
     Returns:
-        Dim and stride along which tensor parallelism shards the parameter; number of tensor-parallel parts; index of
-        the part from which this rank stores rows; index of the first stored row in this part.
+        The dim along which tensor parallelism shards the parameter, with the stride of the shards; the number of
+        tensor-parallel parts; the index of the part from which this rank stores rows; and the index in this part of the
+        first row that this rank stores.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -131,8 +134,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
 
 
 def _first_row(param: Any) -> int:
-    """Find the first row of its tensor-parallel shard that this rank stores, from the parameter's attribute
-    `megatron_fsdp_slice`."""
+    """Return the index of the first row of the tensor-parallel shard that this rank stores. It is computed from the
+    parameter's attribute `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -151,8 +154,9 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """Return the reason why a gradient norm over all ranks would count the parameter several times: its mesh lacks some
-    of the ranks that store it. None if the mesh lists all of them."""
+    """Return the reason, for an error message, why a gradient norm over all ranks would count a parameter several
+    times: the parameter's mesh lacks some of the ranks that store the parameter. Returns None if the mesh lists all of
+        them."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -171,14 +175,14 @@ def _uncounted(param: Any) -> str | None:
 
 
 def _mark(storage: Tensor, offsets: list[int]) -> None:
-    """Attach to a state tensor's local storage its offsets in the global tensor, which torch.distributed.checkpoint
-    uses instead of the placements."""
+    """Attach offsets in the global tensor to the local storage of a state tensor. torch.distributed.checkpoint uses
+    these offsets instead of the placements."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # no reference to `storage` (cycle)
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # does not use `storage`: a reference cycle
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
@@ -206,17 +210,22 @@ class MegatronFSDPHost(Host):
             )
 
     def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Replace the step that `fully_shard_optimizer` takes only to create state. `fully_shard_optimizer` sets all
-        gradients to zero but does not change lr, so an ordinary step would decay weights and increase the step count.
-        This step is recognized by its caller, which is the same on every rank. Zero gradients would not be a reliable
-        sign, since real gradients may also be zero on some rank."""
+        """Replace the step that `fully_shard_optimizer` takes only to create state. The function sets all gradients to
+        zero but does not change lr, so an ordinary step would decay weights and increase the step count.
+
+        The caller identifies this step, because the caller is the same on every rank. Zero gradients would not identify
+        it reliably, because real gradients can be zero on some rank.
+        """
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Stepped) -> None:
-        """Attach offsets in the global tensor to the local storage of all state tensors that are placed like their
-        Megatron-FSDP parameter: torch.distributed.checkpoint uses these instead of the placements. Tensor-parallel
-        parts are saved one after another, even if the parameter is cut with a stride, as in Megatron-FSDP's checkpoints
-        of weights."""
+        """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
+        these offsets instead of the placements. Only state tensors with the placements of their Megatron-FSDP parameter
+        get offsets.
+
+        Tensor-parallel parts are saved one after another, even if tensor parallelism shards the parameter with a
+        stride. Megatron-FSDP saves weights in the same way.
+        """
         for param, values in core.state.items():
             for value in values.values() if _ENGINE.recognizes(param) else ():
                 if is_dtensor(value) and value.placements == param.placements:

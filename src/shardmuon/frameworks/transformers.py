@@ -1,4 +1,5 @@
-"""transformers' Trainer and its subclasses (TRL): a factory for `optimizer_cls_and_kwargs`.
+"""transformers' Trainer and its subclasses, such as TRL's trainers: a factory for the argument
+`optimizer_cls_and_kwargs`.
 
 This module never imports transformers. It imports accelerate only when an optimizer is made.
 """
@@ -21,13 +22,14 @@ class MuonFactory:
     """Factory that makes a Trainer's optimizer from the model when the Trainer calls it.
 
     Options that are not given come from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
-    ``weight_decay``, ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
-    ``adam_epsilon``. If the Trainer will wrap the model in DistributedDataParallel, the ranks share the work.
+    ``weight_decay``; ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
+    ``adam_epsilon``. If the Trainer later wraps the model in DistributedDataParallel, the ranks divide the optimizer's
+    work among themselves.
 
     Args:
-        args: The Trainer's arguments. None: `lr` must be given, and the other options have shardmuon's defaults.
-        options: Options of `shardmuon.Muon`, including options that apply if it is given a module (`adamw_lr`,
-            `overrides`, ..).
+        args: The Trainer's arguments. If None, `lr` must be given, and the other options have shardmuon's defaults.
+        options: Options of `shardmuon.Muon`. The options that `Muon` accepts together with a module, such as `adamw_lr`
+            and `overrides`, are allowed.
 
     Example:
         >>> trainer = Trainer(model, args, optimizer_cls_and_kwargs=(MuonFactory(args), {}))  # doctest: +SKIP
@@ -38,12 +40,12 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. The Trainer expects a factory class: it first calls this object without a model, as if to
-        create an instance, and then calls the result with the model.
+        """Make the optimizer. The Trainer expects a class of factories. So it first calls this object without a model,
+        to create a factory, and then calls the factory with the model.
 
         Args:
-            model: Model to optimize. None: returns the factory itself.
-            options: Options of `shardmuon.Muon`; each replaces the constructor's option of the same name.
+            model: Model to optimize. If None, the factory itself is returned.
+            options: Options of `shardmuon.Muon`. They take precedence over the constructor's options.
 
         Returns:
             The optimizer, or the factory if `model` is None.
@@ -71,12 +73,13 @@ class MuonFactory:
 
 
 def _replicas(model: nn.Module) -> Any:
-    """Return the process group over which the Trainer will replicate the model with DistributedDataParallel. None: it
-    will not use DistributedDataParallel.
+    """Return the process group over which the Trainer will replicate the model with DistributedDataParallel; None if
+    the Trainer will not use DistributedDataParallel.
 
-    The model is not wrapped yet, but accelerate's `distributed_type` tells how it will be: MULTI_GPU, MULTI_CPU, ..
-    mean DistributedDataParallel. FSDP and DeepSpeed have other types and shard the parameters themselves. A model that
-    is already tensor parallel (`tp_plan`) has DTensors, whose meshes list the ranks.
+    The model is not wrapped yet, but accelerate's `distributed_type` shows which wrapper the Trainer will use. Types
+    such as MULTI_GPU and MULTI_CPU stand for DistributedDataParallel. FSDP and DeepSpeed have other types, and shard
+    the parameters themselves. A model that is already tensor parallel (`tp_plan`) has DTensors, whose meshes list the
+    ranks.
     """
     from accelerate.state import AcceleratorState, is_initialized
 

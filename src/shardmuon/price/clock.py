@@ -1,13 +1,14 @@
-"""The order of a step's operations, which `step.bucket` follows, and a simulation of them with given times.
+"""The order of a step's operations, which `step.bucket` follows, and a simulation of these operations with given times.
 
-The functions are pure and independent of hardware. Times may be in any unit. With integer times and `overlap` 0.5,
-results are exact, so that all ranks get the same results.
+The functions are pure and independent of hardware. Times can be in any unit. With integer times and `overlap` 0.5, the
+arithmetic is exact, so all ranks get the same results.
 
 [Note: two clocks]
     A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when the
-    last of its ranks has posted it. Meanwhile, the ranks compute: while bucket i is orthogonalized, bucket i+1 is
-    gathered, and bucket i-1 is scattered or relayed. The fraction of an exchange that can overlap with computation is
-    not known, so it is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits for it.
+    last of its ranks has posted it. During an exchange, the ranks compute: while bucket i is orthogonalized, bucket i+1
+    is gathered, and bucket i-1 is scattered or relayed. The fraction of an exchange that can overlap with computation
+    is unknown, so this fraction is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits
+    for the exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-_BESIDE = 4  # number of later buckets during which a relay, the longest exchange (usually between nodes), may run
+_BESIDE = 4  # number of later buckets that a rank computes before it waits for a relay, often the longest exchange
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
 _Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
@@ -25,20 +26,22 @@ _EXCHANGES: tuple[_Phase, ...] = ("gather", "scatter", "relay")
 
 
 def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[_Turn, int]]:
-    """Yield a rank's operations on its buckets in order, as pairs of an operation and a bucket's index.
+    """Yield a rank's operations on its buckets in the order in which they run, as pairs (operation, index of the
+    bucket).
 
-    While bucket i is orthogonalized, i + 1 is gathered, i - 1 is scattered, and earlier buckets are relayed.
+    While bucket i is orthogonalized, bucket i + 1 is gathered, bucket i - 1 is scattered, and earlier buckets are
+    relayed.
 
     This order cannot deadlock. Number the exchanges of all ranks' buckets in the common order of the plan: for bucket
     b, the gather is b, the scatter b + 1/4, and the relay b + 1/2. Before a rank posts an exchange, it waits only for
-    exchanges with smaller numbers. So all ranks have posted the exchange with the smallest number that any rank waits
-    for. One exception is allowed: if buckets b and b + 1 have the same ranks, the relay of b is posted after the wait
-    for the gather of b + 1. This is safe because these ranks have both buckets and none between them. Before a bucket
-    with other ranks, the relay is posted first.
+    exchanges with smaller numbers. So among the exchanges that ranks wait for, all ranks have posted the exchange with
+    the smallest number. There is one exception: if buckets b and b + 1 have the same ranks, the relay of b is posted
+    after the wait for the gather of b + 1. This exception is safe because these ranks have both buckets and none
+    between them. If bucket b + 1 has other ranks than bucket b, the relay of b is posted before that wait.
 
     Args:
-        relays: For each bucket of this rank, in the plan's order: True if it has a relay.
-        sets: The ranks of each bucket. Empty: all buckets have the same ranks.
+        relays: For each bucket of this rank, in the plan's order, True if the bucket has a relay.
+        sets: The ranks of each bucket. Empty if all buckets have the same ranks.
     """
     num = len(relays)
     for i in range(-1, num + _BESIDE):
@@ -57,12 +60,12 @@ class BucketTimes(NamedTuple):
     """Times of one bucket on one rank, in seconds.
 
     Attributes:
-        key: Key of the bucket's exchanges, equal on the ranks that exchange with each other; None if nothing is sent.
-        pack, orthogonalize, apply: Times of these phases on this rank.
-        gather, scatter, relay: Transfer times of the exchanges, for their slowest rank. None: the bucket has no such
+        key: Key of the bucket's exchanges, equal on all ranks that exchange the bucket; None if nothing is exchanged.
+        pack, orthogonalize, apply: Times for which this rank computes in these phases.
+        gather, scatter, relay: Transfer times of these exchanges on the slowest rank; None if the bucket has no such
             exchange.
-        fill: Time that this rank computes during the gather.
-        finish: Time that this rank computes after the relay.
+        fill: Time for which this rank computes during the gather.
+        finish: Time for which this rank computes after the relay.
     """
 
     key: Hashable | None
@@ -77,7 +80,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The time span of one phase of a bucket, either computed by a rank or transferred on its links."""
+    """Time span of one phase of a bucket on one rank: of a computation, or of an exchange on the rank's links."""
 
     bucket: int
     phase: _Phase
@@ -95,11 +98,11 @@ class _Exchange:
 
 @dataclass
 class Course:
-    """Timeline of one rank's step, up to the current time.
+    """Timeline of one rank's step, up to the current time of the simulation.
 
     Attributes:
         end: Current time, in seconds since the step began.
-        events: Events so far. They are sorted by start time when the step is complete.
+        events: Events up to the current time. At the end of the simulation, they are sorted by start time.
         waited: Seconds that the rank spent idle, waiting for exchanges.
         links: Time at which the rank's links become free.
     """
@@ -121,7 +124,7 @@ class Course:
         self.links = exchange.start + seconds
 
     def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: _Phase) -> None:
-        """Advance the clock to the end of an exchange that all of its ranks have posted."""
+        """Advance the rank's current time to the end of an exchange. All ranks of the exchange must have posted it."""
         self.links = max(self.links, exchange.end)
         late = max(exchange.start, self.end) + (exchange.end - exchange.start)
         end = max(self.end, overlap * exchange.end + (1.0 - overlap) * late)
@@ -131,7 +134,7 @@ class Course:
 
 
 _Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
-# For each operation, the exchange for which a rank first waits, and the phases and exchanges that it then starts.
+# operation -> (exchange for which a rank waits first, phases that the rank then computes and exchanges that it posts)
 _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -141,13 +144,13 @@ _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
 
 
 def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
-    """Simulate a step.
+    """Simulate a step of the optimizer on all ranks.
 
     Args:
-        ranks: Times of each rank's buckets, in order.
-        first: Seconds before the first bucket, for host work and the ranks' vote.
-        last: For each rank, seconds after its last bucket, for AdamW.
-        overlap: Share of an exchange that can overlap with computation, from 0 to 1.
+        ranks: For each rank, the times of its buckets, in the plan's order.
+        first: Seconds that every rank spends on host work and on the vote before its first bucket.
+        last: For each rank, seconds that it spends on AdamW after its last bucket.
+        overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
 
     Returns:
         The timeline of each rank.
@@ -156,11 +159,11 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
     exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
     courses = [Course(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
     runs = [_simulated(course, works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-    awaited = dict.fromkeys(runs, _Exchange(0))  # the exchange that each unfinished rank waits for
+    awaited = dict.fromkeys(runs, _Exchange(0))  # simulation of a rank -> the exchange for which it waits
     while awaited:
         ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-        # If no run can continue, some ranks with equal keys have their buckets in different orders. They cannot really
-        # exchange with each other then, so let the first run continue.
+        # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not exchange
+        # data with each other in a real step, so let the first rank continue without waiting.
         for run in ready or list(awaited)[:1]:
             exchange = next(run, None)
             if exchange is None:
@@ -176,7 +179,7 @@ def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[flo
 def _simulated(
     course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float
 ) -> Iterator[_Exchange]:
-    """Simulate the loop of one rank. Yields each exchange before the rank waits for it."""
+    """Simulate one rank's step. Yields each exchange for which the rank has to wait, just before the wait."""
     for turn, bucket in turns([work.relay is not None for work in works]):
         work = works[bucket]
         awaited, does = _DOES[turn]

@@ -1,4 +1,4 @@
-"""Throughputs and latencies of machines, from which the planner estimates times. They are integers, so that all ranks
+"""Throughputs and latencies of machines, from which the planner estimates times. All numbers are integers, so all ranks
 compute equal estimates and choose the same plan."""
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ class Machine(NamedTuple):
     """Throughput of one rank, and latencies of exchanges, buckets and kernels.
 
     Attributes:
-        name: Name in printed plans.
-        shares: Fraction of the peak, in thousandths, that matrix products reach, for each range of short sides in
-            `_SIDES`.
-        half, single, double: Peak GFLOP/s of dense matrix products in 16, 32 and 64 bits.
-        memory: Memory bandwidth in MB/s, reads and writes together.
-        link, network: MB/s of an all-to-all in one direction, inside a node and between nodes.
-        per_node: Number of ranks that are joined by fast links (a node).
-        inside, across, peer: Latency of an exchange in nanoseconds: inside a node, between nodes, and in addition for
-            each peer.
+        name: Name of the machine in printed plans.
+        shares: Fraction of the peak, in thousandths, that matrix products reach. The matrices' short sides are divided
+            into ranges (`_SIDES`); there is one fraction for each range.
+        half, single, double: Peak GFLOP/s of dense matrix products in dtypes of 16, 32 and 64 bits.
+        memory: Memory bandwidth in MB/s, where both reads and writes count.
+        link, network: MB/s that a rank sends in an all-to-all inside a node, and in an all-to-all between nodes.
+        per_node: Number of ranks on a node, which fast links connect.
+        inside, across: Latency of an exchange in nanoseconds, inside a node and between nodes.
+        peer: Nanoseconds by which each peer increases the latency of an exchange.
         bucket, matrix: Host time in nanoseconds for each bucket, and for each matrix in a bucket.
         launch: Nanoseconds that an empty kernel takes; 0 on a CPU.
     """
@@ -41,16 +41,17 @@ class Machine(NamedTuple):
     launch: int
 
     def share(self, volume: int) -> int:
-        """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume`:
-        side**3."""
+        """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume` is the
+        third power of the matrices' side."""
         found = (share for side, share in zip(_SIDES, self.shares, strict=True) if volume <= side**3)
         return next(found, self.shares[-1])
 
 
-# largest short side to which each of `Machine.shares` applies; the last one: any
+# For each entry of `Machine.shares`, the largest short side to which it applies. The last entry has no upper limit.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# Copies of the middle values in the hardware files of `shardmuon.foresight`; a test checks that they are equal.
+# For each machine, all attributes of `Machine` after `shares`. They are derived from the middle values in the hardware
+# files of `shardmuon.foresight`; a test checks that the two agree.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
@@ -70,14 +71,17 @@ _SHARES = {
     "mi300x": (32, 32, 32, 77, 187, 354, 439),
 }
 MACHINES = {name: Machine(name, _SHARES[name], *rates) for name, rates in _RATES.items()}
-DEFAULT = "h100"  # machine whose rates are used for unknown accelerators
+DEFAULT = "h100"  # machine whose rates apply to unknown accelerators
 
 
 def machine_of(stamps: Iterable[str]) -> Machine:
-    """Return the rates of the slowest machine, since exchanges wait for it. `stamps`: descriptions of the ranks'
-    machines, from `orthogonalize.stamp`.
+    """Return the rates of the slowest machine in a job, because the other ranks wait for it in exchanges.
 
-    An unknown accelerator gets the rates of `DEFAULT`, and a name that says so.
+    An unknown accelerator gets the rates of the machine `DEFAULT`, and a name that mentions this.
+
+    Args:
+        stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If there are none, the rates of a
+            CPU are returned.
     """
     found = dict.fromkeys(map(_row, stamps))
     return min(found, key=lambda row: (row.half, row.network, row.name), default=MACHINES["cpu-gloo"])
