@@ -170,6 +170,16 @@ def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: st
     assert torch.equal(before, local_if_any(job.adamw)) == (not dist.get_rank())
 
 
+@on_ranks(2)
+def test_a_gradient_placed_otherwise_is_no_fault_of_ranks_outside_of_its_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0])
+    p = nn.Parameter(rows_on(mesh)(torch.ones(6)))
+    p.grad = rows_on(mesh, Replicate())(torch.ones(6))
+    Muon([{"params": [p], "use_muon": False}], lr=0.1).step()
+    stored = local_if_any(p)
+    assert stored.numel() == (0 if dist.get_rank() else 6) and bool((stored < 1).all())
+
+
 # ----------------------------------------------------------------------- storage that is not what the placements claim
 
 ROWS, OTHER_ROWS = [Replicate(), Shard(0)], [Shard(0), Replicate()]

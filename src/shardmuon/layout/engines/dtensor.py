@@ -104,9 +104,11 @@ class DTensorEngine(Engine):
             )
         if grad.placements == param.placements:
             return True
-        stored = tuple(param._local_tensor.shape)
-        if self.believes_placements and not meshes.same_storage(
-            _implied(tuple(param.shape), param.device_mesh, param.placements), stored
+        stored, is_member = tuple(param._local_tensor.shape), param.device_mesh.get_coordinate() is not None
+        if (
+            self.believes_placements
+            and is_member
+            and not meshes.same_storage(_implied(tuple(param.shape), param.device_mesh, param.placements), stored)
         ):
             raise ValueError(
                 f"its gradient is placed unlike the parameter, which stores shape {stored} here and not what its "
