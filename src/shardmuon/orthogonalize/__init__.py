@@ -1,13 +1,14 @@
 """Orthogonalization methods behind one function, `orthogonalize`: (B, m, n) -> (B, m, n).
 
 [Note: equal bits in batches]
-    torch's batched products are not batch-invariant by themselves. BLAS sums in another order if memory is not aligned,
-    `bmm` and `mm` differ below 400 multiplications, and a library may choose its kernel by the number of matrices. So
-    the batch size depends only on shape and kind of device, the last batch is padded with zero matrices, and in every
-    operand, result and scratch tensor each matrix has a slot, which starts at a multiple of 64 bytes. Shapes with batch
-    size 1 always use the 2-D products. Measured on an AVX2 CPU: 0 of 54,912 products in aligned slots differ, over 26
-    shapes, batches of 1 to 32 and four dtypes; products of packed matrices differ in fp32 and fp64.
-    `shardmuon.testing.slots` searches for a difference, on any device.
+    By themselves, torch's batched products are not batch-invariant: the bits of one matrix's product can change with
+    the rest of the batch. BLAS sums unaligned memory in a different order than aligned memory, `bmm` and `mm` give
+    different bits in products of fewer than 400 multiplications, and a library can choose its kernel by the number of
+    matrices. So the batch size depends only on the shape of the matrices and the kind of device, and the last batch is
+    padded with zero matrices. In every operand, result and scratch tensor, each matrix has a slot: memory of its own
+    that starts at a multiple of 64 bytes. Shapes with batch size 1 always use the 2-D products. On an AVX2 CPU, over 26
+    shapes, batches of 1 to 32 matrices and four dtypes, none of 54,912 products in aligned slots changed its bits;
+    products of packed matrices did in fp32 and fp64. `shardmuon.testing.slots` searches for such changes on any device.
 
 [Note: emulated half precision]
     A CPU without bf16 (or fp16) instructions multiplies bf16 (fp16) matrices 10 to 80 times slower than fp32 matrices.
@@ -16,20 +17,22 @@
     so errors measured with emulation hold for tensor cores too.
 
 [Note: number of blocks]
-    On CPUs, a symmetric product computes its lower half by row blocks and mirrors the rest, which is 62% of the
-    arithmetic with four blocks. b blocks compute (b + 1) / 2b of a product, and each has an overhead c of some 50 us
-    for calls, mirroring and smaller products. If the whole product takes t, the time t (b + 1) / 2b + b c is least at
-    b = sqrt(t / 2c): the root of the product's arithmetic over what the CPU computes in 2c. The overheads were fitted
-    to times from 128x128 to 512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not
-    measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the whole product, since many
-    small calls would cost more than they save.
+    On CPUs, the lower half of a symmetric product is computed by row blocks, and the upper half is copied from it. With
+    four blocks, this takes 62% of the arithmetic of the whole product. In general, b blocks compute (b + 1) / 2b of a
+    product, and each block has an overhead c of some 50 us for calls, mirroring and smaller products. If the whole
+    product takes the time t, the total time t (b + 1) / 2b + b c is shortest at b = sqrt(t / 2c). So b is the square
+    root of a ratio: the FLOPs of the product, divided by the FLOPs that the CPU executes in the time 2c. The overheads
+    were fitted to times of products from 128x128 to 512x2048 in fp32 and bf16, on one AVX512-BF16 CPU that also ran
+    other programs. AMX was not measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the
+    whole product, since many small calls would take more time than they save.
 
 [Note: the norm at any scale]
     Squares of entries near 1e-30 or 1e30 underflow or overflow fp32. (Casting to fp16 first, as one other library does,
-    loses all entries below 1e-7.) On CPUs, the plain fp32 norm shows if this may have happened. Only then are the
-    matrices first divided by the power of two next to their largest entry, which does not change the bits of results
-    that were right without the division. CUDA sums in fp64, which can represent the square of every fp32 number, so no
-    sync is needed to choose a path. Other devices always divide by the power of two.
+    loses all entries below 1e-7.) On CPUs, the size of the plain fp32 norm shows whether a square may have underflowed
+    or overflowed. Only in this case, each matrix is divided by the power of two next to its largest entry, and the norm
+    is computed again. If the first norm was right, this division does not change the bits of the result. On CUDA,
+    squares are summed in fp64, which can represent the square of every fp32 number, so the host need not wait for the
+    norm. Other devices always divide by the power of two.
 
 [Note: the order of a norm]
     Elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the chunks are
@@ -38,30 +41,34 @@
     6e-4. (CUDA's foreach norm sums fp32 and narrower dtypes in fp64, in chunks of another size.)
 
 [Note: the Gram form]
-    With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X gives X = Q X_0 for a polynomial Q of R_0. So the Gram
-    form iterates Q and R as m x m matrices and multiplies once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k
-    steps, it needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard
-    form needs 2 k m x m x n products and k symmetric m x m x m products.
+    One Newton-Schulz step replaces X by (a I + b R + c R^2) X, where R = X X^T (m x m). So the result of all steps is Q
+    X_0, where X_0 is the initial X, R_0 = X_0 X_0^T, and Q is a polynomial in R_0. The Gram form therefore iterates the
+    m x m matrices Q and R, and multiplies Q by X_0 once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps,
+    it needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard form
+    needs 2 k m x m x n products and k symmetric m x m x m products.
 
 [Note: restarts]
-    Rounding leaves R with small spurious negative eigenvalues. A step multiplies them by at least a^2, and a schedule
-    by the square of its slope, the product of the a's: 485^2 for torch's five steps, 6363^2 for eight of Polar Express.
-    A restart recomputes R, so that only the slope since the restart counts. The iteration restarts before a step that
-    would raise this slope above `_MOST_SLOPE`, which keeps errors close to those of the standard form
-    (docs/adr/0043-restarts-by-slope.md). There are two ways to restart:
-    from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
-    locally    R <- Q R_0 Q with R_0 stored in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
-               does not need X, hence no communication if columns are spread over ranks. Used only in fp16 and for a
-               single restart, because each adds a rounding of the product of the Q's (eight steps of Polar Express,
-               log-spaced values: error .018 from X, .023 locally). In fp32 it would bring back R_0's own rounding and
-               gain nothing.
-    bf16 is not allowed: with 8 bits, even restarts do not help (errors of 0.2 to 2 with restarts, 1e5 on a power law
-    without). The standard form in bf16 stays within 0.02 to 0.1.
+    Rounding errors give R small negative eigenvalues, which the exact R does not have. Each step multiplies these
+    eigenvalues by at least a^2. A whole schedule multiplies them by the square of its slope, the product of all
+    coefficients a: 485^2 for torch's five steps, 6363^2 for eight steps of Polar Express. A restart recomputes R, so
+    that only the slope since the restart counts. The iteration restarts before a step that would raise this slope above
+    `_MOST_SLOPE`, which keeps errors close to those of the standard form (docs/adr/0043-restarts-by-slope.md). There
+    are two kinds of restart:
+    - A restart from X computes X <- Q X and R <- X X^T. It takes 3 m^2 n multiplications, if symmetric products are
+      counted half.
+    - A local restart computes R <- Q R_0 Q, where R_0 was stored in fp32. It takes 6 m^3 multiplications in split half
+      precision, which is cheaper from n = 7/3 m on. It does not need X, so it needs no communication if the columns of
+      X are spread over ranks. It is used only in fp16 and only for schedules with a single restart, because each local
+      restart rounds the product of the factors Q. (Error after eight steps of Polar Express on log-spaced singular
+      values: 0.018 with restarts from X, 0.023 with local restarts.) In fp32, a local restart would bring back the
+      rounding errors of R_0, so it would gain nothing.
+    Products in bf16 are not allowed in the Gram form: with 8 bits, the errors are 0.2 to 2 even with restarts, and 1e5
+    without restarts if singular values follow a power law. The standard form in bf16 stays within 0.02 to 0.1.
 
 [Note: results that are not finite]
-    If a finite matrix gives a non-finite result, the result is replaced by zeros: the weights decay but get no update
-    in this step. This has never been observed. To report it without waiting for the device, the counts are copied to
-    the host asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
+    If the result for a finite matrix is not finite, it is replaced by zeros: in this step, the weights decay but get no
+    update. This has never been observed. To report it without waiting for the device, the counts are copied to the host
+    asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
@@ -93,19 +100,20 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 _ALIGNMENT = 64  # bytes
 
-# Target number of multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32 on AVX2: batches
-# of 64 matrices take 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time of single matrices; a single matrix
-# takes 2.6 to 3.5 times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
+# Target for the number of multiplications in one Newton-Schulz step of a whole batch on a CPU. In measurements in fp32
+# on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time of 64 single
+# matrices. A single matrix in a padded batch takes 0.7 to 1 ms, 2.6 to 3.5 times as long as without padding. Batches of
+# two matrices save no time.
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
-# Number of Gram-matrix elements that fill an accelerator (130 SMs with a tile of 128 x 128 each): a batch up to this
-# size takes hardly longer than one matrix. The number includes a factor of 1.5, so that rounding the batch size down to
-# a power of two gives the nearest one.
+# Number of elements in the Gram matrices of a batch that keeps a whole accelerator busy (130 SMs, each of which
+# computes 128 x 128 elements). A batch up to this size takes hardly longer than one matrix. The number includes a
+# factor of 1.5. With this factor, rounding the batch size down to a power of two gives the nearest power of two.
 _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Compute the batch size, a power of two, for matrices of this shape on this kind of device."""
+    """Return the number of matrices in a batch, a power of two, for this shape of matrices and this kind of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -130,30 +138,32 @@ def _lies_in_slots(x: Tensor) -> bool:
 
 
 def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a matrix or a batch to new memory, in another dtype. Each matrix starts at a multiple of 64 bytes."""
+    """Copy a matrix or a batch of matrices to new memory, and convert it to `dtype`. Each matrix in the copy starts at
+    a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # not `copy_`, which needs a real device: foresight runs this on tensors without data
+    foreach_copy_([out], [x])  # unlike `copy_`, this also works in foresight, where tensors have no data
     return out
 
 
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-_SPLIT = 2.0**11  # scales what remains of an fp32 number after rounding to fp16 (11-bit significands) back into range
-_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; 8 would compute 36/64, hardly less, in smaller products
-# FLOPs that one thread computes in twice the overhead of a row block (2c), see [Note: number of blocks].
+_SPLIT = 2.0**11  # scales the rounding error of fp16 (11-bit significands) back into fp16's range
+_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; 8 blocks would still compute 36/64 of it
+# Number of FLOPs that one thread executes in the time 2c, where c is the overhead of one row block: see [Note: number
+# of blocks].
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # for bf16 on CPUs with AMX
+_OVERHEAD_AMX = 120e6  # the same number for bf16 on CPUs with AMX
 
 
 class Products:
-    """Matrix products for one batch, with the rounding of half-precision hardware on every device.
+    """Matrix products for one batch, which round like half-precision hardware on every device.
 
-    `mm(left, right, out=)` computes left @ right, and `addmm(base, left, right, beta=1, alpha=1, out=)` computes
-    beta * base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and
-    `symmetric_addmm` do the same for symmetric results (and a symmetric base); where it is faster, they compute one
-    half and mirror it. All four write to `out`, which is also from `empty_batch` and must not be an operand, and return
-    it. They are torch's own functions unless emulation or symmetry requires more.
+    `mm(left, right, out=)` computes left @ right, and `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta *
+    base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and `symmetric_addmm`
+    do the same for symmetric results (and a symmetric base); where it is faster, they compute one half and mirror it.
+    All four write to `out`, which is also from `empty_batch` and must not be an operand, and return it. Where torch's
+    own functions are sufficient, the methods are these functions.
 
     Attributes:
         dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
@@ -163,14 +173,14 @@ class Products:
 
     def __init__(
         self,
-        shape: Sequence[int],  # (B, m, n) or (m, n); symmetric results are square on the short side
+        shape: Sequence[int],  # (B, m, n) or (m, n)
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # symmetric results are short x short
+        short, long = sorted(shape[-2:])  # a symmetric result has the size short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
@@ -194,27 +204,27 @@ class Products:
     def gram_fp32(
         self,
         x: Tensor,  # (B, m, n)
-    ) -> Tensor:  # (B, k, k), k = min(m, n); fp32, or fp64 for fp64
+    ) -> Tensor:  # (B, k, k), k = min(m, n); fp64 if the products are fp64, otherwise fp32
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return _mm_to_fp32(*_sides(x))
-        wide = Products(x.shape, x.device, self.operands)  # whose results are not rounded
+        wide = Products(x.shape, x.device, self.operands)  # these products are not rounded to half precision
         found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
         return found
 
     def sandwich(
         self,
-        factor: Tensor,  # (B, m, m), rounded
+        factor: Tensor,  # (B, m, m), rounded to `self.dtype`
         middle: Tensor,  # (B, m, m) symmetric, fp32
     ) -> Tensor:  # (B, m, m)
         """Compute factor @ middle @ factor^T with the accuracy of fp32, rounded once at the end.
 
-        Half-precision hardware computes two products in place of each product with an fp32 operand, which is split into
-        a sum of two half-precision matrices.
+        On half-precision hardware, each fp32 operand is split into a sum of two half-precision matrices, so a product
+        with this operand becomes two half-precision products.
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        wide = Products(middle.shape, middle.device, self.operands)  # whose results are not rounded
+        wide = Products(middle.shape, middle.device, self.operands)  # these products are not rounded to half precision
         half_way = wide.mm(factor, middle, out=_square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
 
@@ -226,8 +236,8 @@ class Products:
 
 
 def _mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Compute left @ right of half-precision matrices or batches, with a result in fp32. torch has `out_dtype` on CUDA
-    only (2.8 .. 2.13), so other devices convert the operands to fp32."""
+    """Compute left @ right of half-precision matrices or batches, with a result in fp32. Since torch 2.8 to 2.13
+    supports `out_dtype` only on CUDA, the operands are converted to fp32 on other devices."""
     if left.is_cuda:
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -239,8 +249,8 @@ def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
-    """Allocate uninitialized memory, as `empty_batch` does, for square matrices of the size of the short side of
-    `x`."""
+    """Allocate uninitialized memory for square matrices whose sides have the length of the short side of `x`. Each
+    matrix has a slot, as in `empty_batch`."""
     side = min(x.shape[-2:])
     return empty_batch((*x.shape[:-2], side, side), x.dtype, x.device)
 
@@ -254,8 +264,8 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
 def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
     """Compute the number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
 
-    The number changes the bits of the product. It depends only on the shape, the dtype, the kind of CPU and the number
-    of threads, on which the bits of any product depend.
+    The number of blocks changes the bits of the product. So it depends only on the shape, the dtype, the kind of CPU
+    and the number of threads, all of which change the bits of products in any case.
     """
     amx = dtype == torch.bfloat16 and cpu_has_amx()
     overhead = (_OVERHEAD_AMX if amx else _OVERHEAD.get(dtype, 6e6)) * torch.get_num_threads()
@@ -263,7 +273,7 @@ def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
 
 
 def _by_blocks(
-    base: Tensor | None,  # (m, m) symmetric, or None for zeros; all tensors may be batches
+    base: Tensor | None,  # (m, m) symmetric, or None for zeros; all tensors can have a leading batch dim
     left: Tensor,  # (m, k)
     right: Tensor,  # (k, m)
     *,
@@ -271,8 +281,9 @@ def _by_blocks(
     alpha: float = 1.0,
     out: Tensor,  # (m, m), overwritten
 ) -> Tensor:  # `out`
-    """Compute `Products.symmetric_addmm`. On CPUs, large products compute only their lower half, by row blocks. If so,
-    or if the batch has a single matrix, matrices are multiplied one by one."""
+    """Compute a symmetric product, as `Products.symmetric_addmm` does. On CPUs, the lower half of a large product is
+    computed by row blocks, and the upper half is copied from it. If this is done, or if the batch has a single matrix,
+    the matrices of a batch are multiplied one after the other."""
     rows = left.shape[-2]
     count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
     if left.dim() == 3 and (count > 1 or len(left) == 1):
@@ -296,16 +307,16 @@ def _by_blocks(
 
 # ----------------------------------------------------------------------------------------------------- normalization
 
-# A norm within these bounds was summed without loss. Squares that underflow in fp32 are below 2^-126 each, so 2^36 of
-# them add up to less than 2^-30 of a squared norm of at least 2^-60, which fp32 does not resolve. The largest squared
-# norm, 2^80, is far from overflow.
+# If a norm is within these bounds, underflow and overflow did not change it. A square that underflows in fp32 is below
+# 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm, 2^-60, and
+# below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
 _LEAST = 2.0**-1000  # below the norm of any nonzero fp32 matrix
-_CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so bits are independent of the thread count
+_CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so bits do not depend on the number of threads
 
 
 def _normalize(
-    x: Tensor,  # (B, m, n), any float dtype and strides, not written to unless it is `out`
+    x: Tensor,  # (B, m, n), any float dtype and strides; not changed unless it is `out`
     out: Tensor,  # (B, m, n), from `empty_batch`; overwritten
 ) -> Tensor:  # `out`
     """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent: see [Note: the
@@ -318,7 +329,9 @@ def _normalize(
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
         norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # infinite norms become NaN
-    if len(x) == 1:  # a 0-dim divisor avoids a copy: torch does not promote bf16, but divides in fp32 and rounds once
+    # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
+    # rounds each quotient once.
+    if len(x) == 1:
         return torch.div(x if x.dtype == out.dtype else x.to(wide), norm.view(()), out=out)
     return torch.div(x.to(wide), norm, out=out)
 
@@ -327,9 +340,9 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
     """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # elements or rows are not adjacent in memory
+    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # True if elements or rows are not adjacent in memory
         x = x.contiguous()
-    if x.device.type == "cpu":  # elsewhere, torch's order of summation depends on the number of matrices
+    if x.device.type == "cpu":  # on other devices, this call's order of summation depends on the number of matrices
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
         return norms.view(-1, 1, 1)
     return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
@@ -347,52 +360,56 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two factors, since a single factor may be out of range
+    half = exponent // 2  # multiply by two factors, since a single factor can overflow or underflow
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
 def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
-    number, two passes without a sync are enough."""
-    # not `vector_norm`, which would first copy to fp64: four times the size of a bf16 matrix, nine times the traffic
+    number, two passes over the matrix suffice, and the host does not wait for the device."""
+    # `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is four times as large, and the
+    # memory traffic is nine times that of `foreach_norm`.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
-    # 1 / norm becomes an arbitrary finite number if the norm is 0, and NaN if it is infinite or NaN
+    # If a norm is 0, its reciprocal becomes a finite number, so that a zero matrix stays zero. If a norm is infinite or
+    # NaN, its reciprocal becomes NaN.
     norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST)
-    return torch.mul(x, norm.reciprocal_(), out=out)  # computed in fp64, rounded once
+    return torch.mul(x, norm.reciprocal_(), out=out)  # the product is computed in fp64 and rounded once
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
 
-# An iteration orthogonalizes matrices of Frobenius norm 1, a batch (B, m, n) from `empty_batch` or one matrix (m, n),
-# in dtype `products.operands`. Zero matrices stay zero. It must not write to its input, let matrices influence each
-# other, or wait for the device (so that a CUDA graph can capture it).
+# An iteration is a function that orthogonalizes matrices with Frobenius norm 1 and dtype `products.operands`. Its input
+# is a batch (B, m, n) from `empty_batch` or one matrix (m, n). Zero matrices stay zero. An iteration must not write to
+# its input, and must not let one matrix influence the result of another. It must not wait for the device, because a
+# CUDA graph must be able to capture it.
 
 
 def _newton_schulz(
-    y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
+    y: Tensor,  # (B, m, n) or (m, n), in slots as in `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # the shape and dtype of y
-    """Run X <- a X + (b A + c A A) X with A = X X^T for each (a, b, c). If X is tall, run X <- a X + X (b A + c A A)
-    with A = X^T X.
+) -> Tensor:  # the same shape and dtype as `y`
+    """Run the step X <- a X + (b A + c A A) X with A = X X^T for each triple (a, b, c). If X is tall, the step is X <-
+    a X + X (b A + c A A) with A = X^T X.
 
-    This is the iteration of torch.optim.Muon and of Keller Jordan's Muon
-    (https://kellerjordan.github.io/posts/muon/). The `addmm` of the last product adds a X. Adding a to the diagonal of
-    the polynomial instead would round the sum there: errors would be 1.4 to 1.9 times larger in fp32, and up to 1.9
-    times larger in bf16, where torch's products round it twice (ADR 23).
+    This is the iteration of torch.optim.Muon and of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/).
+    In each step, the `addmm` that computes the last product also adds a X. If a were added to the diagonal of the
+    polynomial b A + c A A instead, this sum would be rounded: errors would be 1.4 to 1.9 times larger in fp32, and up
+    to 1.9 times larger in bf16, where torch's products would round the sum twice (ADR 23).
     """
     tall = y.shape[-2] > y.shape[-1]
     poly = _square_of(y)
     made: list[tuple[Tensor, Tensor]] = []
     for _ in range(2):
         out = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
-        # A and the result share memory, since the result is written only when A is no longer needed
+        # The Gram matrix and the result can share memory, since the result is written when the Gram matrix is no longer
+        # needed.
         made.append((out, out.as_strided(poly.shape, poly.stride())))
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)
-        if c == 0.0:  # a cubic step does not need A A
+        if c == 0.0:  # a cubic step does not need the product A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
             products.symmetric_mm(left, right, out=gram)
@@ -402,13 +419,14 @@ def _newton_schulz(
     return y
 
 
-# Dtype -> largest product of the a's between two restarts. 42 allows three of Jordan's steps, or two of Polar Express.
+# For each dtype, the largest allowed product of the coefficients a between two restarts, see [Note: restarts]. The
+# limit of 42 allows three of Jordan's steps or two steps of Polar Express.
 _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
-_LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a restart by R <- Q R_0 Q takes less work than a restart from X
+_LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a local restart takes less work than one from X: [Note: restarts]
 
 
 def check_gram_dtype(dtype: torch.dtype) -> None:
-    """Raise ValueError for dtypes in which the Gram form is not safe."""
+    """Raise ValueError if rounding errors make the Gram form unsafe in products of this dtype."""
     if dtype not in _MOST_SLOPE:
         raise ValueError(
             f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {dtype}: "
@@ -417,18 +435,17 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
 
 
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if, for an m x n matrix (m <= n), the Gram form restarts by R <- Q R_0 Q, without X: see [Note:
-    restarts]."""
+    """True if the Gram form restarts an m x n matrix (m <= n) locally, without X: see [Note: restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
 
 
 def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
-    """Choose the steps (indices 1 .. k-1) before which the Gram form recomputes R, to limit rounding errors: see
-    [Note: restarts]."""
+    """Choose the steps before which the Gram form recomputes the Gram matrix to limit rounding errors: see [Note:
+    restarts]. Returns indices from 1 to k - 1, for k steps."""
     check_gram_dtype(dtype)
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        slope = max(slope, 1.0) * abs(a)  # each step rounds anew, so a step that shrinks does not offset later ones
+        slope = max(slope, 1.0) * abs(a)  # every step rounds, so shrinking does not offset later growth
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
             slope = abs(a)
@@ -436,26 +453,26 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
 
 
 def _gram_newton_schulz(
-    y: Tensor,  # (B, m, n) or (m, n), aligned as by `empty_batch`; norm 1, dtype `products.operands`
+    y: Tensor,  # (B, m, n) or (m, n), in slots as in `empty_batch`; norm 1, dtype `products.operands`
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # the shape and dtype of y
-    """Run the same steps as `_newton_schulz`, but iterate on the smaller Gram matrix of Y: see [Note: the Gram
-    form].
+) -> Tensor:  # the same shape and dtype as `y`
+    """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form].
 
     Raises:
         ValueError: The products are in bf16.
     """
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
-    first, *others = (coefficients[start:stop] for start, stop in ends)  # segments between restarts
+    first, *others = (coefficients[start:stop] for start, stop in ends)  # the steps between restarts
     if _restarts_locally(short, long, coefficients, products.dtype):
         wide = products.gram_fp32(y)
         before = _factor_of(products.operand(wide), first, products)
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
-        del wide, before, after  # free memory before `_times`, which needs as much as all products before it
-        # transpose the factor for tall X, as (Q X)^T = X^T Q^T: a product of two Q's is symmetric only up to rounding
+        del wide, before, after  # free memory for `_times`, which needs as much memory as all earlier products
+        # If X is tall, transpose the factor, since (Q X)^T = X^T Q^T: as a product of two symmetric matrices, the
+        # factor is symmetric only up to rounding.
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=_square_of(y))
@@ -478,12 +495,13 @@ def _factor_of(
     """Compute the matrix Q such that Q X is the result of all Newton-Schulz steps on a matrix X with X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
-        # do not add a to the polynomial: the sum would be rounded relative to a, which is larger than the other terms
+        # Do not add the coefficient a to the polynomial: the sum would be rounded relative to a, which is larger than
+        # the other terms.
         if c == 0.0:
             poly = products.operand(torch.mul(gram, b, out=_square_of(gram)))
         else:
             poly = products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=_square_of(gram))
-        if step + 1 < len(coefficients):  # (a I + poly) gram (a I + poly)
+        if step + 1 < len(coefficients):  # gram <- (a I + poly) gram (a I + poly)
             half = products.symmetric_addmm(gram, gram, poly, beta=a, out=_square_of(gram))
             gram = products.symmetric_addmm(half, poly, half, beta=a, out=_square_of(gram))
         if factor is None:
@@ -496,11 +514,11 @@ def _factor_of(
     return factor
 
 
-TORCH_EPS = 1e-7  # torch.optim.Muon's default eps: the smallest norm that it divides by
+TORCH_EPS = 1e-7  # default eps of torch.optim.Muon, which divides by the norm or eps, whichever is larger
 
 
-def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16
-    """Orthogonalize a matrix by the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
+def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16, same shape as `matrix`
+    """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
     normalize, then iterate.
 
     There is one difference. If parameters are bf16 and nesterov is False, torch normalizes the momentum buffer itself
@@ -523,7 +541,7 @@ ITERATIONS: dict[str, Callable[..., Tensor]] = {"standard": _newton_schulz, "gra
 
 
 def default_dtype(method: str, device: torch.device) -> torch.dtype:
-    """Default dtype of a method's products.
+    """Return the default dtype of a method's matrix products.
 
     "standard": bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs without them,
     where bf16 products are 10 to 80 times slower. "gram": float16 on accelerators (bf16 is not precise enough), float32
@@ -543,33 +561,35 @@ def flops(
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
-        dtype: Dtype of the products: "gram" restarts more often in low precision.
+        dtype: Dtype of the products, which determines how often "gram" restarts.
         symmetric_share: Fraction of a symmetric product that is computed: 1 for the full product, 0.5 for the lower
             half.
 
     Returns:
         FLOPs of the products that involve the long side, and FLOPs of the products of square matrices of the short
-        side, counted as in the Gram Newton-Schulz tables. For m <= n, full products and k quintic steps, they are
-        4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram" without restarts.
+        side. They are counted as in the tables published with Gram Newton-Schulz. For m <= n, full products and k
+        quintic steps, they are 4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram" without
+        restarts.
     """
     m, n = min(rows, cols), max(rows, cols)
     steps = len(coefficients)
     squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
-    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # one X X^T, and one product with X
+    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # X X^T, and a square matrix times X
     small: float = 2 * m**3
     if method != "gram":
         return steps * twice, squares * small * symmetric_share
     restarts = len(_plan_restarts(coefficients, dtype))
-    # in each segment between restarts: one product for Q in all steps but the first, two for R in all but the last
+    # Each segment between restarts has one product for Q in every step except the first, and two products for R in
+    # every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
-        # a local restart adds split products, and a product that merges the Q's
+        # A local restart adds the split products of `Products.sandwich`, and one product that combines the factors Q.
         return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)
     return (1 + restarts) * twice, of_small
 
 
 def orthogonalize(
-    x: Tensor,  # (B, m, n), any float dtype, not written to unless `overwrite`
+    x: Tensor,  # (B, m, n), any float dtype; not changed unless `overwrite` is True
     coefficients: Triples,
     *,
     method: str = "standard",
@@ -585,18 +605,18 @@ def orthogonalize(
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
-        dtype: Dtype of the products. Default: `default_dtype`. Ignored by "torch".
-        watch: If given, it replaces non-finite "gram" results of finite matrices by zeros and reports them. By default,
-            non-finite results are returned.
+        dtype: Dtype of the products. Default: the result of `default_dtype`. Method "torch" ignores it.
+        watch: Object that replaces non-finite results of finite matrices by zeros and reports them, for method "gram".
+            Default: non-finite results are returned unchanged.
         overwrite: True if the caller no longer needs `x`, so that results may be written to its memory.
-        unit: True if each matrix already has Frobenius norm 1 (or 0); skips the normalization.
+        unit: True if each matrix already has Frobenius norm 1 (or 0), so that no matrix is normalized.
 
     Returns:
-        The orthogonalized matrices, in the dtype of the products, or of `x` if they were written to its memory. They do
-        not depend on torch's global precision flags, except for method "torch".
+        The orthogonalized matrices, in the dtype of the products, or in the dtype of `x` if they were written to the
+        memory of `x`. Except for method "torch", they do not depend on torch's global precision flags.
 
     Raises:
-        ValueError: "gram" with products in bf16.
+        ValueError: The method is "gram" and the products are in bf16.
     """
     device, (rows, cols) = x.device, x.shape[-2:]
     with exact_products(device, flags=method != "torch"):
@@ -612,7 +632,7 @@ def orthogonalize(
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
             found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # not `copy_`, which is slower in foresight, where tensors have no data
+            if many:  # faster than `copy_` in foresight, where tensors have no data
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
@@ -625,9 +645,10 @@ def _operands(
     shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
     unit: bool,  # True if every matrix already has norm 1 (or 0)
-) -> Tensor:  # (B, m, n) or (m, n), aligned as by `empty_batch`
-    """Prepare the matrices of a batch for multiplication: X / ||X||_F, rounded to the dtype of the products. A batch
-    that is not full is padded with zero matrices. A full batch that already has this form is returned without a copy.
+) -> Tensor:  # (B, m, n) or (m, n), in slots as in `empty_batch`
+    """Prepare the matrices of a batch for multiplication: divide each by its Frobenius norm, and round it to the dtype
+    of the products. A batch that is not full is padded with zero matrices. A full batch that already has this form is
+    returned without a copy.
     """
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
     if unit and not missing and x.dtype == products.dtype == products.operands and _lies_in_slots(x):
@@ -647,30 +668,34 @@ def _operands(
 
 
 class FiniteWatch:
-    """Replaces non-finite results by zeros, and warns one or more steps later. Each optimizer has one instance."""
+    """Guard that replaces non-finite results by zeros, and warns about them one or more steps later. Each optimizer has
+    one instance."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, Tensor, Tensor]] = []  # this step's text, and flags (0 or NaN) of results and inputs
+        # For each call in this step: method and shape, flags of the results, flags of the inputs. A flag is 0 for a
+        # finite matrix, otherwise NaN.
+        self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.coming = Coming[list[tuple[str, int]]]()
 
     def keep_finite(
         self,
-        out: Tensor,  # (B, m, n), the results, written to
+        out: Tensor,  # (B, m, n), the results; changed in place
         x: Tensor,  # (B, m, n), the matrices from which `out` was computed
-        text: str,  # method and shape, for the warning
+        text: str,  # method and shape, for use in the warning
     ) -> Tensor:  # (B, m, n), `out`
         """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU the check costs no sync
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU, this check waits for no device
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
         self.seen.append((text, spoiled, given))
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Start to copy the flags of this step's replaced results to the host. Call at the end of a step."""
+        """Start to copy this step's flags, which tell the replaced results, to the host. Call this method at the end of
+        a step."""
         seen, self.seen = self.seen, []
-        if not seen or is_capturing(seen[0][1].device):  # replays of a CUDA graph skip this code
+        if not seen or is_capturing(seen[0][1].device):  # a replay of a CUDA graph does not run this code
             return
         spoiled = torch.cat([s.flatten() for _, s, _ in seen])
         given = torch.cat([g.flatten() for _, _, g in seen])
@@ -678,7 +703,8 @@ class FiniteWatch:
         self.coming.send([(text, len(s)) for text, s, _ in seen], replaced)
 
     def report(self) -> None:
-        """Warn of replaced results in earlier steps whose flags have arrived at the host by now."""
+        """Warn about results that were replaced in earlier steps, if the flags of these steps have arrived at the
+        host."""
         for seen, replaced in self.coming.arrived():
             for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
                 if flags.any():

@@ -1,7 +1,7 @@
-"""Choice of the method and dtype that orthogonalize each matrix, by the user or by a rule.
+"""Choice of the method and dtype for the orthogonalization of each matrix, by the user or by a rule.
 
-Ranks that share a matrix must make the same choice, even if they hold replicas and never communicate. So the rule
-depends only on shape, schedule, dtype and kind of device, and never on measured times.
+Ranks that share a matrix must make the same choice, even if each rank has a replica of the matrix and the ranks never
+communicate. So the rule depends only on shape, schedule, dtype and kind of device, never on measured times.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from shardmuon.orthogonalize import ITERATIONS, default_dtype, flops
 from shardmuon.orthogonalize.schedules import Triples
 
 # Speed of bf16 products relative to fp32 on CPUs with bf16 instructions. It is 2.3 with AVX512-BF16 (measured) and
-# several times higher with AMX (not measured). One number in between makes ranks on different CPU models choose alike.
-# With this number, "gram" is never chosen for five quintic steps, as it has more than 1/5 of the work of "standard".
-# This costs AVX512-BF16 some speed for matrices with n/m above 10.
+# several times higher with AMX (not measured). A single number between the two makes ranks on different CPU models
+# choose the same method. With this number, "gram" is never chosen for five quintic steps, because it takes more than
+# 1/5 of the work of "standard". On CPUs with AVX512-BF16, this choice is slower than "gram" for matrices with n/m above
+# 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The method and dtype that orthogonalize one matrix.
+    """The method and dtype for the orthogonalization of one matrix.
 
     Attributes:
         method: "standard", "gram" or "torch".
         dtype: Dtype of the matrix products; None for "torch", which uses bf16.
-        reason: Reason for the choice, for the printed plan.
+        reason: Reason for the choice, which the printed plan shows.
     """
 
     method: str = "standard"
@@ -38,7 +39,7 @@ class Choice:
 
     @classmethod
     def of(cls, text: str) -> Choice:
-        """Parse the text that `str(choice)` returns. The result has no reason."""
+        """Parse the output of `str(choice)`. The reason of the result is empty."""
         method, _, dtype = text.partition(" ")
         return cls(method, getattr(torch, dtype) if dtype else None)
 
@@ -48,8 +49,9 @@ class Choice:
         return self.method == "torch" or self.dtype in (torch.bfloat16, torch.float16)
 
     def work(self, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
-        """Count the floating point operations to orthogonalize a rows x cols matrix on this kind of device."""
-        # CPUs compute symmetric products in four row blocks, which are 10/16 of the product
+        """Count the floating point operations that this choice takes to orthogonalize a rows x cols matrix on a
+        device."""
+        # CPUs compute large symmetric products in four row blocks, which together are 10/16 of a product.
         share = 0.625 if device.type == "cpu" else 1.0
         return round(sum(flops(self.method, rows, cols, coefficients, self.dtype or torch.float32, share)))
 
@@ -64,7 +66,7 @@ class Chooser:
 
     Attributes:
         method: Method for all matrices, or "auto".
-        dtype: Dtype of the products; None: chosen by method and device.
+        dtype: Dtype of the products; None: the default for the method and the device.
         device: Device on which matrices are orthogonalized; None: the device of their parameters.
     """
 
@@ -73,7 +75,8 @@ class Chooser:
     device: torch.device | None = None
 
     def choice(self, rows: int, cols: int, coefficients: Triples, device: torch.device) -> Choice:
-        """Choose the method and dtype for a rows x cols matrix with this schedule on a device, and give the reason."""
+        """Choose the method and dtype for a rows x cols matrix, from its coefficients and its device. The result states
+        the reason for the choice."""
         if self.method == "torch":
             return Choice("torch", reason="products in bfloat16, as in torch.optim.Muon")
         if self.method == "auto":
@@ -88,7 +91,7 @@ class Chooser:
         return replace(found, reason="; ".join(reasons))
 
     def _by_rule(self, rows: int, cols: int, coefficients: Triples, device: torch.device) -> Choice:
-        """Choose "gram" if its estimated time (FLOPs over the rate of its dtype) is below 3/4 of the time of
+        """Choose "gram" if its estimated time (FLOPs divided by the speed of its dtype) is below 3/4 of the time of
         "standard", otherwise "standard"."""
         of_matrix = rows, cols, coefficients, device
         standard, gram = (Choice(method, self.dtype or default_dtype(method, device)) for method in ITERATIONS)

@@ -1,9 +1,9 @@
 """Newton-Schulz coefficient schedules as data: the triple (a, b, c) of each step, and the source.
 
-One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band (range of results)
-and slope are computed from the triples, never typed in. A schedule that flips a sign or diverges for inputs up to
-`_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1, but rounding can lift them
-slightly above.
+One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band (the range of its
+outputs) and its slope (the growth of the smallest singular values) are computed from the triples, never typed in. A
+schedule that flips a sign or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm,
+singular values are at most 1, but rounding can lift them slightly above.
 
 [Note: to add one]
     To add a schedule, change four files: this file, tests/schedule_cases.py, docs/orthogonalization.md and
@@ -14,10 +14,10 @@ slightly above.
        tables "Schedules" and "Errors" in docs/orthogonalization.md. Add these rows.
     3. Add a line to CHANGELOG.md.
 
-    `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that it
-    preserves signs and stays within bounds (`Schedule.fault`). Leave other tests that name schedules as they are: they
-    chose their schedules for a reason. A new row does not change the numerics, so it needs no training curve and no new
-    benchmarks/results.
+    `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that
+    the schedule preserves signs and that its outputs stay within bounds (`Schedule.fault`). Do not add the schedule to
+    other tests: each of them names its schedules for a reason. A new row does not change the numerics, so it needs no
+    training curve and no new benchmarks/results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Coefficients = tuple[float, float, float]
 Triples = tuple[Coefficients, ...]
 
 _MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
-_LARGEST = 2.0  # larger outputs count as divergence; outputs of all schedules below stay under 1.6
+_LARGEST = 2.0  # larger outputs count as divergence; the outputs of all schedules in this file stay under 1.6
 _GRID = 200_001
 
 
@@ -65,7 +65,8 @@ class Schedule:
         return math.prod(a for a, _, _ in self.triples)
 
     def band(self, s_min: float = 0.01) -> tuple[float, float]:
-        """Smallest and largest output for inputs (fractions of the Frobenius norm) in [s_min, 1]."""
+        """Return the smallest and the largest output for all inputs (singular values as fractions of the Frobenius
+        norm) in [s_min, 1]."""
         if not 0.0 < s_min <= 1.0:
             raise ValueError(f"s_min={s_min} must be above 0 and at most 1")
         grid = np.union1d(np.linspace(s_min, 1.0, _GRID), np.geomspace(s_min, 1.0, _GRID))
@@ -74,11 +75,12 @@ class Schedule:
 
     @property
     def fault(self) -> str | None:
-        """Text that says for which input the schedule flips signs or diverges; None if the schedule is usable."""
+        """Description of the smallest input for which the schedule flips the sign or diverges; None if the schedule is
+        usable."""
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))  # NaN, too
+        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))  # the negation also selects NaN
         if not bad.size:
             return None
         fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
@@ -95,17 +97,19 @@ class Schedule:
 @dataclass(frozen=True)
 class _Published:
     """A set of coefficients for `SCHEDULES`: the triples of the first steps, and their source ("ours" if they are not
-    published elsewhere). `tail`: triple of all further steps, five steps in total by default; None: the number of steps
-    is fixed."""
+    published elsewhere). `tail` is the triple of all further steps; a schedule with a tail has five steps by default.
+    If `tail` is None, the number of steps is fixed."""
 
     triples: Triples
     source: str
     tail: Coefficients | None = None
-    safety: float = 1.0  # s is divided by it: (a / f, b / f^3, c / f^5); above 1 if published so or unusable at 1
+    # Divisor f of the singular values: a step becomes (a / f, b / f^3, c / f^5). It is above 1 if it was published with
+    # the coefficients, or if the schedule is unusable without it.
+    safety: float = 1.0
 
 
 _KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
-_TAYLOR: Coefficients = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: two terms of the Taylor series of 1/sqrt
+_TAYLOR: Coefficients = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up to second order
 
 SCHEDULES: dict[str, _Published] = {
     "keller": _Published((), "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's", _KELLER),
@@ -161,12 +165,12 @@ SCHEDULES: dict[str, _Published] = {
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # Emerging-Optimizers, Megatron
+    "simple": "keller",  # name in Emerging-Optimizers and Megatron
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # name in Emerging-Optimizers
     "cubic5": "cubic",
 }
 
@@ -183,7 +187,8 @@ def schedule(
         coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
             (a, b, c), or one (a, b, c) per step.
         steps: Number of steps. Default: the number of published steps; 5 for "keller", "polar_express" and a single
-            triple. Only these three allow other numbers. Ignored if one triple per step is given, as in torch.
+            triple. Only these three allow a number other than the default. If one triple per step is given, `steps` is
+            ignored, as in torch.
         safety: Divisor f of the inputs, which changes coefficients to (a / f, b / f^3, c / f^5). Default: the named
             schedule's factor (1.01 for Polar Express), 1 for triples.
 
@@ -191,7 +196,8 @@ def schedule(
         The schedule.
 
     Raises:
-        ValueError: Unknown name, wrong number of steps, or the schedule flips signs or diverges for inputs up to 1.01.
+        ValueError: The name is unknown, the number of steps is not allowed, `safety` is below 1, or the schedule flips
+            signs or diverges for inputs up to 1.01.
         TypeError: `coefficients` is neither a name nor numbers.
     """
     if safety is not None and not safety >= 1.0:
@@ -237,7 +243,8 @@ def _divided(steps: Triples, factor: float) -> Triples:
 
 
 def per_step(coefficients: Any, steps: int | None) -> Triples:
-    """Return `schedule(...).triples` from a cache, because every step reads the options of groups."""
+    """Return `schedule(coefficients, steps).triples`. Results are cached, because every optimizer step reads the
+    coefficients of every group."""
     return _cached(_hashable(coefficients), steps)
 
 
@@ -247,7 +254,8 @@ def _cached(coefficients: Any, steps: int | None) -> Triples:
 
 
 def _hashable(coefficients: Any) -> Any:
-    """Convert lists, as loaded from checkpoints, to tuples."""
+    """Convert lists and lists of lists to tuples, because checkpoints load coefficients as lists, which are not
+    hashable."""
     return tuple(map(_hashable, coefficients)) if isinstance(coefficients, (list, tuple)) else coefficients
 
 

@@ -1,4 +1,5 @@
-"""Text that identifies a machine and its torch build: everything on which the bits of matrix products depend."""
+"""Stamp of a machine: a line of text that states everything on which the bits of matrix products depend, such as the
+hardware and the torch build."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 
 from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul, precision_flags
 
-# Environment variables that make BLAS libraries choose other kernels or orders of summation.
+# Environment variables that influence which kernels or orders of summation BLAS libraries choose.
 _STEERING = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -28,10 +29,10 @@ _STEERING = (
 
 def machine_stamp(device: torch.device, *, flags: bool = False) -> str:
     """Describe a machine in one line: torch's version and build, and the CPU's vector instructions or the GPU's
-    architecture and number of SMs. `flags`: True to add the process's global precision settings for matrix products,
-    on which only method "torch" depends.
+    architecture and number of SMs. If `flags` is True, the line also contains the process's global precision settings
+    for matrix products. Only method "torch" depends on these settings.
 
-    Ranks with equal stamps compute equal bits. docs/architecture.md says how far this has been tested.
+    Ranks with equal stamps compute equal bits. docs/architecture.md states how far this has been tested.
     """
     build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
     steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
@@ -51,7 +52,8 @@ def _hardware(device: torch.device) -> str:
         extra = " amx" if cpu_has_amx() else " bf16" if cpu_has_bf16_matmul() else ""
         threads = torch.get_num_threads()
         facts = Path("/proc/cpuinfo")
-        # the vendor, because MKL chooses kernels by vendor even for the same instruction set
+        # The stamp names the vendor, because MKL chooses kernels by vendor, even among CPUs with the same instruction
+        # set.
         found = re.search(r"^vendor_id\s*: *(.*)", facts.read_text() if facts.exists() else "", re.MULTILINE)
         vendor = found[1].strip() if found else platform.machine()
         return f"{vendor} {torch.backends.cpu.get_cpu_capability()}{extra}, {threads} threads"

@@ -1,2 +1,1 @@
-"""Routing: assigns each parameter of a model to Muon or AdamW by the model's structure, and gives the reason. It does
-not depend on plans."""
+"""Routing: the assignment of each parameter of a model to Muon or AdamW by the model's structure, with the reason."""

@@ -1,9 +1,9 @@
 """Routing: `param_groups(model)` returns the optimizer's groups, and a table with the reason for each parameter.
 
-Routing depends on what a parameter is (roles.py) and, in a second pass over all parameters, on its position in the
-model, which tells output heads and experts. It never depends on a name alone. Users correct it with overrides. The
+Routing depends on what a parameter is (roles.py). A second pass over all parameters uses their positions in the model
+to find output heads and experts. Routing never depends on a name alone. Users can correct it with overrides. The
 groups, their order and the table follow from the model's structure. So all data-parallel ranks get the same result
-without communication, before and after the model is sharded.
+without communication, whether the model is already sharded or not.
 
 [Note: output heads]
     An output head turns features into one number per vocabulary entry, so each of its rows belongs to one entry, as in
@@ -14,13 +14,13 @@ without communication, before and after the model is sharded.
     2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer has V inputs,
        no norm or embedding has width V). Then a linear layer with V rows outputs logits, and is a head. If
        `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
-       vocabularies. Within a repeated block, the rule holds only for the block's last matrix: in a byte-level model,
-       4 key-value heads of 64 also make 256 rows.
-    3. If the model names no head and none has been found, V may also be a width of the model (256 bytes, width 256).
-       The head is then the last linear layer with V rows outside of the repeated blocks. If there is no such layer, the
-       head is the linear layer of the model's last module, provided that this module comes after repeated blocks. It is
-       then a classifier with any number of labels.
-    If the choice may be wrong, a warning says what was chosen and which override confirms or corrects it.
+       vocabularies. Within a repeated block, the rule holds only for the block's last matrix: in a byte-level model
+       with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
+    3. If the model names no head and rules 1 and 2 find none, V can also be a width of the model, such as 256 in a
+       byte-level model of width 256. The head is then the last linear layer with V rows outside of the repeated blocks.
+       If no such layer exists, the model counts as a classifier with any number of labels: the head is the linear layer
+       that is the model's last module, provided that this module comes after repeated blocks.
+    If a choice may be wrong, a warning states the choice and the override that confirms or corrects the choice.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ Overrides = Mapping[_Pattern, str | Mapping[str, Any]] | Sequence[tuple[_Pattern
 
 @dataclass(frozen=True)
 class RoutingRow:
-    """A row of the routing table: one parameter, the optimizer it goes to, and the reason.
+    """A row of the routing table: one parameter, the optimizer to which it is assigned, and the reason.
 
     Attributes:
         name: The parameter's name, without the prefixes that DDP, `torch.compile` and activation checkpointing add.
         shape: The parameter's global shape.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes; empty for AdamW and frozen parameters.
         optimizer: "Muon", "AdamW" or "frozen".
-        reason: Reason why the parameter goes to this optimizer.
+        reason: Reason why the parameter is assigned to this optimizer.
     """
 
     name: str
@@ -80,11 +80,13 @@ class RoutingRow:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """List of group dicts in the form of torch's optimizers, Muon's first. `str()` returns the routing table.
+    """List of parameter groups, which are dicts as torch's optimizers take them. Muon's groups come first. `str()`
+    returns the routing table.
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
-        matched: AdamW's lr as a multiple of Muon's lr if no `adamw_lr` was given; otherwise None.
+        matched: AdamW's lr divided by Muon's lr, if `param_groups` chose AdamW's lr because no `adamw_lr` was given;
+            otherwise None.
     """
 
     def __init__(
@@ -98,8 +100,7 @@ class ParamGroups(list[dict[str, Any]]):
         return self._text(self.rows)
 
     def summary(self) -> str:
-        """Return a short routing table, with a single line for parameters that differ only in the numbers in their
-        names."""
+        """Return a short routing table. Rows that differ only in the numbers in parameter names share one line."""
         alike: dict[RoutingRow, list[str]] = {}
         for row in self.rows:
             alike.setdefault(replace(row, name=numbers_out(row.name)), []).append(row.name)
@@ -110,7 +111,7 @@ class ParamGroups(list[dict[str, Any]]):
         return self._text(rows)
 
     def _text(self, shown: Iterable[RoutingRow]) -> str:
-        """Make a text table of the rows in `shown`, followed by totals of all rows."""
+        """Format the rows in `shown` as a text table, followed by totals over all rows of the routing table."""
         cells = [("name", "shape", "matrices", "optimizer", "reason")]
         for row in shown:
             counts = Counter(row.matrices).items()
@@ -144,23 +145,24 @@ def param_groups(
 
     Every trainable parameter is in exactly one group, by the rules of docs/routing.md. Parameters with equal options
     share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order. No group
-    is empty. If a choice may be wrong, a warning names the override that confirms or corrects it.
+    is empty. If a choice may be wrong, a warning names the override that confirms or corrects the choice.
 
-    Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``) or
-    `torch.compile`.
+    Call this function before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``)
+    or `torch.compile`.
 
     Args:
-        model: The model, not just its parameters, because only modules tell what a parameter is.
+        model: The model, not just its parameters, because only modules show what a parameter is.
         lr: Learning rate of Muon's groups. Required.
         adamw_lr: Learning rate of AdamW's groups. Default: the value at which AdamW's updates are as large as Muon's,
             see docs/learning_rate.md; the table shows it as a multiple of `lr`.
         weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
             returned groups.
-        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. None: the optimizer's own setting.
-        overrides: (pattern, choice) pairs; the first match wins. A pattern is a glob over parameter names or a
-            predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
-            ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``. A dict without ``use_muon`` does not change the
-            routing.
+        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. If None, the groups use the
+            optimizer's own setting.
+        overrides: (pattern, choice) pairs, as a list or a dict; the first pair whose pattern matches a parameter
+            applies. A pattern is a glob over parameter names or a predicate (name, parameter, module) -> bool. A choice
+            is "muon", "adamw" or a dict of group options, such as ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``.
+            A dict without ``use_muon`` does not change the routing.
         tp_group: Tensor-parallel process group over which plain parameters are sharded, see docs/tensor_parallel.md.
 
     Returns:
@@ -169,7 +171,7 @@ def param_groups(
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
-            logical shape is unknown. The message says what to write.
+            logical shape is unknown. The message names the correction.
         TypeError: `model` is not a module, or `lr` is missing.
 
     Examples:
@@ -205,7 +207,7 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
-            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # check numbers and lr scale
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # checks numbers and lr scale
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
@@ -243,7 +245,8 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    # 0.2: root mean square of AdamW's updates, in units of its lr, see docs/learning_rate.md. Rounding makes 1 exact
+    # AdamW's updates have a root mean square of 0.2 times its lr, see docs/learning_rate.md. Rounding to six digits
+    # turns results that are 1 except for rounding errors into exactly 1.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
 
 
@@ -256,17 +259,19 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
     Args:
         params: The optimizer's first argument: a module, parameters or groups.
         defaults: The optimizer's options.
-        given: Options that only `param_groups` takes, such as `overrides`. A value of None means not given.
+        given: Options that only `param_groups` takes, such as `overrides`. Options that are None count as not given.
 
     Raises:
-        TypeError: Options for `param_groups` are given without a module, so they would have no effect.
-        ValueError: `param_groups` chose AdamW's lr for another learning-rate scale than this optimizer's.
+        TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
+            effect.
+        ValueError: `param_groups` chose AdamW's lr for a learning-rate scale that differs from the optimizer's scale.
     """
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
         groups, lr = param_groups(params, **own, **given), own["lr"]
-        # with the default scale, matrices would train far too slowly at an lr below 2e-3, which is typical of AdamW
+        # With the default scale, matrices would train far too slowly at an lr below 2e-3. Such an lr is typical of
+        # AdamW.
         if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
             warnings.warn(
                 f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
@@ -298,8 +303,9 @@ class Rule(NamedTuple):
 
     Attributes:
         pattern: Glob or predicate that the user gave.
-        label: Text of the pattern, for messages.
-        options: Group options. They contain `use_muon` if the override assigns parameters to Muon or AdamW.
+        label: Printed form of the pattern, for use in messages.
+        options: Group options that the override sets. They contain `use_muon` if it assigns parameters to Muon or
+            AdamW.
     """
 
     pattern: _Pattern
@@ -307,7 +313,8 @@ class Rule(NamedTuple):
     options: Mapping[str, Any]
 
     def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        """True if the pattern matches a parameter in any of its places in the model; shared parameters have several."""
+        """True if the pattern matches a parameter in any of its places in the model. A shared parameter has several
+        places."""
         return any(self.fits(place.name, param, place.module) for place in places)
 
     def fits(self, name: str, param: Tensor, module: nn.Module) -> bool:
@@ -353,12 +360,13 @@ def parse_overrides(overrides: Overrides | None) -> list[Rule]:
 
 @dataclass(eq=False)
 class _RoutedParam:
-    """A parameter and the choice of its optimizer, filled in step by step.
+    """A parameter and the choice of its optimizer. The routing functions fill in the fields one after the other.
 
     Attributes:
         param, places, shape, role: The parameter, its places in the model, its global shape and its role.
-        override, given: Text of the matching override ("" for none), and the options that it sets.
-        settled: The user's choice of `use_muon`, by an override or as attribute `p.use_muon`; None: no choice.
+        override, given: Label of the matching override ("" if none matches), and the options that this override sets.
+        settled: The user's choice of `use_muon`, made by an override or as attribute `p.use_muon`; None if the user
+            made no choice.
         use_muon, reason: True for Muon, False for AdamW; and the reason for the choice.
         options: Options of the parameter's group.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes.
@@ -394,7 +402,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     """Assign every parameter of a model to Muon or AdamW.
 
     Returns:
-        All parameters in model order, each of them once, and a warning text for each choice that may be wrong.
+        All parameters in model order, each of them once; and a list with a warning for each choice that may be wrong.
     """
     found = find_places(model)
     for rule in rules:
@@ -437,19 +445,19 @@ def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_
     shape, problem = logical_shape(param, places[0].module, lies)
     if problem:
         role = Role("unknown", problem)
-    elif getattr(param, "is_embedding_or_output_parameter", False):  # Megatron marks replicas on other pipeline stages
+    elif getattr(param, "is_embedding_or_output_parameter", False):  # set by Megatron on pipeline stages
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = role_of(places, shape)
-    settled = given.get("use_muon", getattr(param, "use_muon", None))  # DeepSpeed, too, marks parameters by `use_muon`
+    settled = given.get("use_muon", getattr(param, "use_muon", None))  # DeepSpeed sets the same attribute
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
     return _RoutedParam(param, places, shape, role, rule.label, given, settled)
 
 
 def _check_usable(w: _RoutedParam) -> None:
-    """Raise ValueError if a parameter cannot be read as matrices, or if an override sets options of the optimizer that
-    does not get the parameter."""
+    """Raise ValueError if a parameter cannot be read as matrices, or if an override sets options of Muon for a
+    parameter that is assigned to AdamW, or the reverse."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.given
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
@@ -466,16 +474,16 @@ def _check_usable(w: _RoutedParam) -> None:
 
 
 def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
-    """Return the group options of a Muon parameter, and (rows, cols) of each of its matrices. Error messages contain
-    the parameter's name."""
+    """Return the group options of a parameter that is assigned to Muon, and (rows, cols) of each of its matrices.
+    Errors raised in this function name the parameter."""
     view = {**VIEW_DEFAULTS, **w.role.view}
     splits = ("split_sizes", "split_groups")
-    if any(key in w.given for key in splits):  # the user's splits replace those that the module's type implies
+    if any(key in w.given for key in splits):  # the user's splits replace the splits of the preset
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
     view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
     with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    if isinstance(view["split_sizes"], list):  # groups are formed by the text of options, so use one form
+    if isinstance(view["split_sizes"], list):  # groups compare the printed form of options
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
     changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
@@ -493,7 +501,7 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
         weights: All parameters of the model in model order, including frozen parameters.
 
     Returns:
-        Parameter name -> reason, for each head; and a warning text for each choice that may be wrong.
+        A dict from the name of each head to the reason, and a list with a warning for each choice that may be wrong.
     """
     blocks, doubts = _Blocks(weights), list[str]()
     named = _answers(model, "get_output_embeddings", "get_classifier")
@@ -506,7 +514,7 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
     if any(id(w.param) in words for w in tables):
         tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
-    known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads so far
+    known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads found so far
     known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads chosen by the user
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
     read = {size for w in weights for size in w.role.reads}
@@ -530,8 +538,8 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
 
 
 def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
-    """Make a warning about output heads that may be hidden layers. Returns a list of at most one text, which is empty
-    if the user has chosen the optimizer of all these parameters."""
+    """Make a warning about layers that are taken for output heads but may be hidden layers. Returns a list with this
+    warning; the list is empty if the user has chosen the optimizer of all these layers."""
     names = [w.name for w in found if w.is_open]
     return [
         f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "
@@ -543,18 +551,19 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
-    """Call these methods on all modules that have them, and collect the parameters in the results.
+    """Call the methods named in `hooks` on every module that has them, and collect the parameters that they return.
 
     Returns:
-        id of a parameter -> name of the method that returned it. If a method returns None (the model has no such
-        parameter), the dict gets the key `id(None)`, so that it is empty only if no module has the methods.
+        A dict from the id of each parameter to the name of the method that returned the parameter. If a method returns
+        None, because the model has no such parameter, the dict contains the key `id(None)`. So the dict is empty only
+        if no module has any of the methods.
     """
     found: dict[int, str] = {}
     for module in model.modules():
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            except (NotImplementedError, AttributeError, TypeError):  # missing, abstract, or of another meaning
+            except (NotImplementedError, AttributeError, TypeError):  # missing, abstract or with required arguments
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
                 found |= {id(p): hook for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
@@ -567,8 +576,8 @@ def _is_tied(table: _RoutedParam) -> bool:
 
 
 def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, str]:
-    """Find the classifiers in modules with an attribute `num_labels`: the last linear layer with `num_labels` rows.
-    Returns parameter name -> reason."""
+    """Find classifiers: in each module with an attribute `num_labels`, the last linear layer with `num_labels` rows.
+    Returns a dict from parameter name to reason."""
     apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
     found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}
@@ -576,9 +585,9 @@ def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, s
 
 
 class _Blocks:
-    """Repeated blocks of a model: modules with two or more matrices that are in a ModuleList or have a sibling of the
-    same type. Containers do not count as siblings of the same type, since a decoder's layers and its extra heads may
-    both be ModuleLists.
+    """Repeated blocks of a model. A repeated block is a module that has two or more matrices and either is in a
+    ModuleList or has a sibling of the same type. Two containers do not count as siblings of the same type, since for
+    example a decoder's layers and its extra heads can both be ModuleLists.
 
     Attributes:
         paths: Names of the blocks.
@@ -594,13 +603,13 @@ class _Blocks:
         self.paths = {
             path for path, one in types.items() if counts[one] > 1 or isinstance(around.get(one[0]), nn.ModuleList)
         }
-        # module path -> the last matrix in the module
+        # for each module path, the last matrix in the module
         self._last_matrix = {path: weight for place, weight in matrices for path, _ in place.paths}
         self._last_module = places[-1][0].module if places else None
 
     def around(self, weight: _RoutedParam, tables: Iterable[Place] = ()) -> str | None:
-        """Find the name of the outermost repeated block that contains a matrix, or None. A module that also contains
-        one of `tables` (embeddings) is a complete model and does not count as a block."""
+        """Return the name of the outermost repeated block that contains a matrix, or None if no block contains it. A
+        module that contains one of `tables` (embeddings) as well is a complete model and does not count as a block."""
         models = {path for table in tables for path, _ in table.paths}
         return next((p for p, _ in weight.places[0].paths if p in self.paths and p not in models), None)
 
@@ -620,13 +629,14 @@ class _Blocks:
 def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
     """Find the matrices that choose among experts, and change their roles to "router".
 
-    A router has as many rows as there are experts and the same input width. It is a sibling of the experts or of a
-    module that contains them. Experts are a stack (E, M, N), or a list of E modules that contain only linear layers
-    (unlike a list of transformer blocks, which also have norms).
+    A router has one row per expert and the same input width as the experts. It is a sibling of the experts or of a
+    module that contains the experts. Experts are a stack (E, M, N), or a list of E modules that contain only linear
+    layers (unlike a list of transformer blocks, which also have norms).
 
     Returns:
-        Parameter name -> reason, for stacks that only their shape suggests to be experts and that a router confirms.
-        The router's input width must be the last dim (the inputs) of the first stack that has this width in either dim.
+        A dict from parameter name to reason. It contains the stacks that were recognized by shape alone and that a
+        router confirms to be experts. A router confirms the stacks of a module if, in the first stack that has the
+        router's input width as one of its two matrix dims, this dim is the last one (the inputs).
     """
     stacks: dict[nn.Module, list[_RoutedParam]] = {}
     for w in weights:
@@ -650,7 +660,7 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
 
 
 def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:
-    """Yield the three nearest ancestors of the module that holds a weight, and the ancestors' other children, which do
+    """Yield the three nearest ancestors of the module that holds a weight, and those children of each ancestor that do
     not contain the weight."""
     for place in weight.places:
         for below, module in place.owners[1:4]:
@@ -659,8 +669,9 @@ def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:
 
 
 def _is_list_of(module: nn.Module, shape: Ints) -> bool:
-    """True if a module is a list of experts that a weight of this shape could choose among: one expert per row, each
-    made of linear layers, at least one of which has the weight's input width."""
+    """True if a module is a list of experts that a router weight of this shape can choose among. The list must have one
+    expert per row of the weight. Each expert must consist of linear layers, at least one of them with the weight's
+    input width."""
     if not isinstance(module, nn.ModuleList) or len(module) != shape[0]:
         return False
     holders = [[m for m in expert.modules() if m._parameters] for expert in module]
@@ -672,8 +683,8 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 _UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
-# Kind of parameter that was recognized by shape alone -> (text that says what the parameter may be and which optimizer
-# gets it, override that confirms the choice, text with overrides for the alternatives)
+# For each kind of parameter that is recognized by shape alone, three parts of a warning: what the parameter may be and
+# which optimizer gets it; the override that confirms this choice; and the overrides for the alternatives.
 _DOUBTS = {
     "broadcast": (
         " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "
@@ -700,7 +711,7 @@ _DOUBTS = {
 
 
 def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[str]:
-    """Make warning texts about parameters whose optimizer was chosen by shape alone. Similar parameters share one text.
+    """Make warnings about parameters whose optimizer was chosen by shape alone. Similar parameters share one warning.
 
     Args:
         weights: All parameters of the model.
@@ -725,8 +736,8 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
 
 def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool:
     """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
-    expert: its rows are as wide as a norm, and no other (1, M, N) parameter of its module has a shape that could be
-    multiplied with it."""
+    expert: the parameter's rows are as wide as a norm, and its shape does not allow a matrix product with any other (1,
+    M, N) parameter of the same module."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False
@@ -738,5 +749,5 @@ def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool
 
 
 def _override(names: Iterable[str], choice: str) -> str:
-    """Make the source code of an `overrides` argument that gives all these parameters the same choice."""
+    """Format the source code of an `overrides` argument that makes the same choice for all these parameters."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

@@ -1,13 +1,13 @@
-"""Table of the weights of well-known module types. Imports no framework.
+"""Table of the weights of well-known module types. This module imports no framework.
 
 [Note: what a type says]
-    The type and size attributes of a framework's module tell what the model's structure cannot: that rows are q, k and
-    v, that a weight is stored transposed, or that a parameter holds decay rates. Types are matched by class name along
-    the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes have the same
-    name. A fused weight is split by default if type and sizes make the parts certain: the sizes are read from the
-    module and must add up to the size of the weight. It then gets the same update as if its parts were stored
-    separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts and the type
-    is not in this table. The routing table then says "fused?", with the override to write.
+    The type and the size attributes of a framework's module show facts that the model's structure does not show: that
+    rows are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched
+    by class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other
+    classes have the same name. A fused weight is split by default if type and sizes make the parts certain: the sizes
+    are read from the module and must add up to the size of the weight. It then gets the same update as if its parts
+    were stored separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts
+    and the type is not in this table. The routing table then shows "fused?" and the override that splits the weight.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch import nn
 
 from shardmuon.layout.views import Ints, matrix_view
 
-_View = Mapping[str, Any]  # options of `matrix_view`
+_View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
     "linear",  # one matrix; rows are outputs
-    "matrices",  # one or more matrices, as the module's type tells
+    "matrices",  # one or more matrices, known from the module's type
     "bare",  # one matrix, judged by shape alone, because the module's type is unknown
     "stack",  # several matrices, judged by shape alone
     "embedding",
-    "router",  # one matrix, whose rows choose experts
+    "router",  # one matrix whose rows choose experts
     "norm",
     "entries",  # not a linear map: vectors, tables, rates, biases of experts
-    "broadcast",  # (1, M, N): a table, or a stack of one expert
-    "pairs",  # last dim of 2: complex numbers
-    "unclear",  # the shape is known, but not how to read it as matrices
+    "broadcast",  # shape (1, M, N): either a table or a stack of one expert
+    "pairs",  # the last dim is 2, as in complex numbers stored as real numbers
+    "unclear",  # the shape is known, but not how to read the parameter as matrices
     "unknown",  # the logical shape is not known
 ]
 
@@ -46,13 +46,13 @@ class Role:
 
     Attributes:
         kind: "linear", "embedding", "norm" etc., see `_Kind`.
-        reason: Text for the routing table that says why the parameter goes to Muon or AdamW. For "unclear" and
-            "unknown", text that says what is wrong and what to do.
-        view: Options of `matrix_view` that read the parameter as matrices. AdamW's parameters may have them as well, in
-            case the user assigns them to Muon.
+        reason: Reason, shown in the routing table, why the parameter is assigned to Muon or AdamW. For "unclear" and
+            "unknown", a description of the problem and its solution, for an error message.
+        view: Options of `matrix_view` that read the parameter as matrices. Parameters that AdamW gets by default can
+            have such options as well, because the user can assign these parameters to Muon.
         reads: Input widths (numbers of features) of the parameter, as far as they are known.
-        decays: True if AdamW applies weight decay to the parameter; it never does to 1-D parameters.
-        remark: Text that is added to the reason if Muon gets the parameter by default, such as a "fused?" hint.
+        decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
+        remark: Addition to the reason, such as a "fused?" hint, for parameters that Muon gets by default.
     """
 
     kind: _Kind
@@ -64,24 +64,25 @@ class Role:
 
     @property
     def use_muon(self) -> bool:
-        """True if Muon is the default: the parameter is one or more matrices that map inputs to outputs."""
+        """True if Muon gets the parameter by default, because it consists of one or more matrices that map inputs to
+        outputs."""
         return self.kind in ("linear", "matrices", "bare", "stack")
 
 
 @dataclass(frozen=True)
 class _Preset:
-    """Entry of the preset table, which describes one weight of a module type.
+    """Entry of the preset table. It describes one weight of one or more module types.
 
     Attributes:
         types: Globs for class names, or for module and class name. One must match a class in the module's MRO.
         weight: Glob for the parameter's name relative to the module.
         what: Reason shown in the routing table.
         view: Function that returns the options of `matrix_view`. Its arguments are the module and the weight's global
-            shape, because the parameter itself may be a placeholder. If it raises an error, or if the sizes do not fit,
-            the entry is skipped, since the module must be an unrelated class with the same name.
+            shape, because the parameter itself may be a placeholder. If the function raises an error, or if the sizes
+            do not fit the weight, the entry is skipped, since the module must be an unrelated class with the same name.
         kind: "matrices", "entries" etc., see `_Kind`.
         decays: True if AdamW applies weight decay.
-        has: Attributes that the module must also have.
+        has: Names of attributes that the module must have in addition to the type.
     """
 
     types: tuple[str, ...]
@@ -94,14 +95,14 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """Make view options for a weight that consists of parts of these sizes in order. The whole sequence of parts is
-    repeated `repeats` times."""
+    """Make view options for a weight that consists of parts with these sizes, in this order. The whole sequence of
+    parts occurs `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
 
 
 def _rows(num: int) -> Callable[[Any, Ints], _View]:
-    """Make the `view` function of a preset for a weight of `num` equal parts."""
+    """Make the `view` function of a preset for a weight whose rows consist of `num` equal parts."""
     return lambda _, shape: _split((shape[0] // num,) * num)
 
 
@@ -113,20 +114,21 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    is_inputs_first = getattr(experts, "is_transposed", named)  # stored as (E, inputs, outputs)
+    is_inputs_first = getattr(experts, "is_transposed", named)  # True if the stack is stored as (E, inputs, outputs)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 
 
 def _gate_up(experts: Any, shape: Ints) -> _View:
-    """Make view options for experts' fused gate and up projections, which are stored one after the other or
-    interleaved."""
+    """Make view options for the fused gate and up projections of experts. The two projections are stored either one
+    after the other or interleaved."""
     view = _stack(experts, shape)
     size = shape[2 if "transposed" in view else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
     return {**view, **(_split((1, 1), size) if by_turns else _split((size, size)))}
 
 
-_TIMM = (  # timm has a dozen classes named Attention; those listed store all rows of q, then k, then v
+# timm has a dozen classes named Attention. The classes in this list store all rows of q, then all of k, then all of v.
+_TIMM = (
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
     "timm.models.beit.Attention",
@@ -144,14 +146,14 @@ _KNOWN_EXPERTS = (
 _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
 
 _PRESETS: tuple[_Preset, ...] = (
-    # torch
+    # modules of torch
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _rows(3)),
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
     _Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _rows(4)),
     _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
     _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     _Preset(("torch.nn.modules.linear.Bilinear",), "weight", "a matrix for each output", lambda *_: {"view": "stack"}),
-    # transformers: attention and feed-forward layers
+    # attention and feed-forward layers of transformers
     _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
@@ -217,7 +219,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused b, a of each group",
         lambda m, _: _split((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
     ),
-    # state spaces
+    # state-space models
     _Preset(_MAMBA, "in_proj.weight", "fused x, z", lambda m, _: _split((m.intermediate_size,) * 2)),
     _Preset(
         _MAMBA,
@@ -234,7 +236,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # experts: known classes, and other classes with transformers' attributes that tell how weights are stored
+    # Experts: known classes, and any class that has transformers' attributes for the order in which weights are stored.
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))
@@ -247,23 +249,23 @@ _PRESETS: tuple[_Preset, ...] = (
     ),
     _Preset(_ROUTERS, "weight", "router: its rows choose experts", kind="router"),
     _Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", kind="router"),
-    # vision
+    # vision models
     _Preset(_TIMM, "qkv.weight", "fused q, k, v", _rows(3)),
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # of transformers
+            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # classes of transformers
         ),
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
         kind="entries",
         decays=False,
     ),
-    # peft
+    # modules of peft
     _Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
     _Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
     _Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
-    # torch_geometric
+    # modules of torch_geometric
     _Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
 )
 
@@ -288,7 +290,7 @@ def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | 
                 if preset.kind in ("matrices", "linear"):
                     matrix_view(shape, **view)
             except (AttributeError, LookupError, TypeError, ValueError):
-                continue  # another version of the module, or an unrelated one with the same name
+                continue  # the module has a different version, or is an unrelated class with this name
             inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
             return Role(preset.kind, preset.what, view, inputs, preset.decays)
     return None
@@ -301,23 +303,25 @@ def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
     return tuple(p for p in _PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
 
 
-# Names that often mean fused parts, and the parts. A match only adds a remark to the routing table.
+# Patterns of names that often mean a fused weight, with its parts in order. A match only adds a remark to the routing
+# table.
 _HINTS = (
     (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
     (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
-    (re.compile(r"Wi"), "gate up"),  # ModernBERT; case matters, as T5's wi is one matrix
+    (re.compile(r"Wi"), "gate up"),  # in ModernBERT; case matters, since T5's wi is one matrix
     (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
     (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
 )
 
 
 def numbers_out(name: str) -> str:
-    """Replace the numeric parts of a parameter's name by "*", to get a glob for the same weight in all layers."""
+    """Replace the numeric parts of a parameter's name by "*". The result is a glob for the same weight in all
+    layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fused_parts(name: str) -> tuple[str, ...] | None:
-    """Return the fused parts that a weight's name suggests, in order. (): parts are likely but unknown. None: the name
-    suggests no fused parts."""
+    """Return the fused parts that a weight's name suggests, in order. The result is () if the name suggests fused parts
+    but not which parts, and None if it suggests no fused parts."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)

@@ -1,8 +1,8 @@
 """The role of each parameter in a model: an embedding, a norm, a matrix, several fused matrices, or unknown.
 
 The role depends only on the model: the module that holds a parameter, the enclosing modules, other modules that share
-the parameter, and its global shape. It does not depend on overrides, learning rates or groups. presets.py knows more
-about well-known module types; heads.py then finds output heads and experts.
+the parameter, and its global shape. It does not depend on overrides, learning rates or groups. For well-known module
+types, presets.py adds details. After the roles are known, groups.py finds output heads and experts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
 
 _Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
-# Attributes in which wrappers store the wrapped module: torch.compile, FSDP1, activation checkpointing; and wrappers of
-# torch and Megatron that store it as `module`, by name, since Megatron need not be installed.
+# `_KEEP` lists the attributes in which torch.compile, FSDP1 and activation checkpointing store the wrapped module.
+# `_KEEP_AS_MODULE` lists the wrappers of torch and Megatron that store it as `module`. They are listed by class name,
+# since Megatron need not be installed.
 _KEEP = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _KEEP_AS_MODULE = {
     *("DistributedDataParallel", "DataParallel"),
@@ -38,8 +39,8 @@ class Place(NamedTuple):
 
     Attributes:
         order: Position in model order.
-        name: Full name of the parameter, without the parts that wrappers add, so that overrides match with and without
-            them.
+        name: Full name of the parameter, without the parts that wrappers add, so that an override matches whether or
+            not the model is wrapped.
         leaf: Attribute name of the parameter in its module; for a parametrized weight, the name of the weight.
         owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
     """
@@ -56,7 +57,7 @@ class Place(NamedTuple):
 
     @property
     def paths(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) for each enclosing module, outermost first, without the model itself."""
+        """List of (name, module) for each enclosing module except the model itself, outermost first."""
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
@@ -64,7 +65,7 @@ class Place(NamedTuple):
 
 
 def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
-    """List every parameter once, in model order, with all its places.
+    """List every parameter once, in model order, with all places at which the model contains the parameter.
 
     Raises:
         ValueError: FSDP1 has replaced the model's parameters by flat parameters.
@@ -78,7 +79,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
         with about(name):
             refuse_flat(param)
         parts = prefix.split(".")[:-1]
-        if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of module X
+        if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
             *parts, _, leaf = parts
         above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
         owners = tuple((name.removeprefix(at), modules[at]) for at in above)
@@ -87,8 +88,8 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of its parameters' names, module) for every module in model order. A wrapper and the wrapped module
-    get the same prefix."""
+    """Yield a pair (prefix, module) for every module in model order. The names of the module's parameters start with
+    the prefix. A wrapper and the wrapped module have the same prefix."""
     yield prefix, module
     keeps = any(t.__name__ in _KEEP_AS_MODULE for t in type(module).__mro__)
     for key, child in module._modules.items():
@@ -101,8 +102,9 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Ints, str]:
-    """Return the global shape of a parameter, and an error text if the shape is unknown (otherwise ""). `place`: group
-    options that tell how plain tensors are sharded (`tp_group` etc.); shards are assumed to have equal sizes.
+    """Return the global shape of a parameter, and an error message if the shape is unknown (otherwise ""). `place`
+    contains the group options that describe how plain tensors are sharded, such as `tp_group`. All shards of a plain
+    tensor are assumed to have the same size.
     """
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
@@ -134,9 +136,10 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
 
 def role_of(
     places: Sequence[Place],
-    shape: Ints,  # global
+    shape: Ints,  # global shape of the parameter
 ) -> Role:
-    """Determine the role of a parameter from all modules that contain it. Their order does not matter."""
+    """Determine the role of a parameter from all modules that contain it. The order of these modules does not affect
+    which optimizer gets the parameter."""
     roles = [_role_at(place, shape) for place in places]
     tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]
     others = ", ".join(place.name for place in places[1:])
@@ -145,7 +148,7 @@ def role_of(
         if tables[0] is places[0]:
             reason = f"embedding, tied to {others}" if others else "embedding"
         return Role("embedding", reason, reads=shape[1:])
-    # a module of a known type tells more than a module that merely has a reference to the same parameter
+    # A module of a known type shows more about a parameter than a module that merely has a reference to it.
     known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
     first = known[0]
     if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
@@ -158,7 +161,7 @@ def role_of(
 
 def _role_at(place: Place, shape: Ints) -> Role:
     module = place.module
-    # `_NormBase`: BatchNorm1d to 3d, SyncBatchNorm, InstanceNorm1d to 3d
+    # `_NormBase` is the base class of BatchNorm1d to 3d, SyncBatchNorm, and InstanceNorm1d to 3d.
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return Role("norm", "norm", reads=shape[-1:], decays=False)
     num_dims = 2 + len(module.kernel_size) if isinstance(module, _Convolution) else 2
@@ -182,24 +185,25 @@ def _role_at(place: Place, shape: Ints) -> Role:
 
 
 def is_table(module: nn.Module) -> bool:
-    """True if a module looks up rows of its weight: it has `num_embeddings` and `embedding_dim`, as torch's embeddings,
-    vocabulary-parallel embeddings and codebooks do."""
+    """True if a module looks up rows of its weight, like an embedding or a codebook. Such modules have integer
+    attributes `num_embeddings` and `embedding_dim`."""
     return all(isinstance(getattr(module, size, None), int) for size in ("num_embeddings", "embedding_dim"))
 
 
 def _convolution(place: Place, shape: Ints) -> Role:
     """Determine the role of a convolution's kernel: one (out, in*k...) matrix per group of channels.
 
-    A transposed convolution stores (in, out/groups, k...). Flattened, this is the transpose of the map from the
-    features at a position to the output patch. Orthogonalization commutes with transposition, so only learning-rate
-    scales that distinguish rows from columns change; users who need them can set `transposed=True`.
+    The kernel of a transposed convolution has the shape (in, out/groups, k...). Flattened, it is the transpose of the
+    matrix that maps the features at one position to the output patch. Orthogonalization commutes with transposition, so
+    the only change is in learning-rate scales that distinguish rows from columns. Users who need the original scales
+    can set `transposed=True`.
     """
     module: Any = place.module
     groups: int = module.groups
-    num_inputs = shape[0] // groups if module.transposed else shape[1]  # for each group
+    num_inputs = shape[0] // groups if module.transposed else shape[1]  # input channels of each group
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
-    # channels of different groups never mix: each group is a separate linear map
+    # Channels of different groups never mix, so each group is a separate linear map.
     view: dict[str, Any] = {"view": "flatten", "split_sizes": groups} if groups > 1 else {"view": "flatten"}
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
@@ -210,12 +214,12 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
-    """Determine the role of a parameter with two or more dims from its shape, in a linear layer or in a module of
-    unknown type."""
+    """Determine the role of a parameter with two or more dims from its shape. The parameter is in a linear layer or in
+    a module of unknown type."""
     module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place.name, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
-        # number of outputs: `out_features` in torch and TransformerEngine, the other two in Megatron
+        # The number of outputs is `out_features` in torch and TransformerEngine, and one of the other two in Megatron.
         outputs = map(vars(module).get, ("out_features", "output_size", "output_size_per_partition"))
         if is_linear or shape[0] in outputs:
             reason = "linear" if is_linear else f"linear ({type(module).__name__})"
@@ -239,12 +243,12 @@ def _by_shape(place: Place, shape: Ints) -> Role:
 
 
 def _fused_hint(name: str, shape: Ints) -> str:
-    """Make a remark for the routing table if a matrix's name suggests fused parts, with the override that splits them.
-    Returns "" otherwise.
+    """Make a remark for the routing table if a weight's name suggests fused parts. The remark contains the override
+    that splits the parts. Returns "" if the name suggests no fused parts.
 
-    A name does not tell the order of rows: all of q, then all of k, then all of v; or q, k and v head by head. The
-    override for one order would mix rows of different heads in the other order, so the remark names the order that it
-    assumes.
+    A name does not show the order of rows. The order can be all of q, then all of k, then all of v; or it can be q, k
+    and v of each head in turn. With an override for the wrong order, each part would mix rows of different kinds, so
+    the remark names the order that it assumes.
 
     Args:
         name: Name of the weight.
@@ -262,7 +266,7 @@ def _fused_hint(name: str, shape: Ints) -> str:
 
 
 def num_text(count: int, what: str) -> str:
-    """Format a count with its noun, in the plural if needed: "1 matrix", "2,048 elements"."""
+    """Format a count with its noun in the singular or plural: "1 matrix", "2,048 elements"."""
     many = "matrices" if what == "matrix" else f"{what}s"
     return f"{count:,} {what if count == 1 else many}"
 
