@@ -94,8 +94,8 @@ def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 
 class Run:
-    """Base class for runs of Muon with gradients that the caller gives. Runs in FSDP1 and DeepSpeed return whole weights
-    and momentum, which are equal on all ranks.
+    """Base class for runs of Muon with given gradients. Runs in FSDP1 and DeepSpeed return whole weights and momentum,
+    which are equal on all ranks.
 
     `gradients` rounds gradients to multiples of 1/8, so that the frameworks average them exactly over the ranks.
 
