@@ -1,4 +1,4 @@
-"""Tools for testing shardmuon, and code built on it, with real ranks that start once and serve many calls."""
+"""Tools for testing shardmuon, and code that uses shardmuon, on processes that start once and serve many calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Compare Muon on sharded parameters with Muon on dense (unsharded) parameters, and with torch.optim.Muon.
 
-Differences are measured on updates, not on weights. With a small learning rate, even a large error hardly changes the
-weights after a step, but it is clearly visible in the update, `(before * decay - after) / lr`.
+The comparison measures differences between updates, not between weights. With a small learning rate, even a large
+error hardly changes the weights, but the error is clearly visible in the update, `(before * decay - after) / lr`. Here,
+`before` and `after` are the weights before and after the step, `decay` is `1 - lr * weight_decay`, and `lr` is the
+learning rate.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
-_State = dict[str, dict[str, Tensor]]  # parameter name -> "weight" and optimizer state, as whole tensors
+_State = dict[str, dict[str, Tensor]]  # parameter name -> whole tensors: the weight ("weight") and optimizer state
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison on one rank, over all steps and all parameters of which the rank stores any elements.
+    """The result of a comparison on one rank, over all steps and all parameters.
 
     Attributes:
         max_difference: Largest relative difference between a parameter's update on this rank and the expected update.
-        bitwise: True if all bits are as expected: those of the weights after every step, and those of the momentum and
-            of values that stages of a variant store after the last step.
-        traffic: Counts of the data that this rank sent and the work that it did in the last step.
+        bitwise: True if the weights are bitwise equal to the expected weights after every step, and the optimizer state
+            is bitwise equal to the expected state after the last step.
+        traffic: Counters of this rank's communication and work in the last step.
         num_matrices: Number of matrices in the model.
         worst: Name of the parameter with the largest difference.
-        about: Result of the function that the caller passed as `about`.
+        about: Result of the function that the caller passed as `about`; None if the caller passed no function.
     """
 
     max_difference: float
@@ -62,19 +64,28 @@ class Comparison:
 
 
 def compare_with_dense(layout: str, **given: Any) -> Comparison:
-    """Compare a sharded model with the same model on plain tensors in one process, stepped with the same gradients. All
-    ranks must call it.
+    """Compare a sharded model with an unsharded copy of the model that takes the same steps in one process. All ranks
+    must call this function.
 
     Args:
         layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-        given: Arguments of `_compare`, and options of Muon.
+        given: Keyword arguments of `_compare`, and options of Muon. `method` defaults to "standard".
     """
     return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
 
 def compare_with_torch(layout: str, **given: Any) -> Comparison:
     """Compare a sharded model with torch.optim.Muon, which gets every matrix as a separate parameter. All ranks must
-    call it. The arguments are the same as for `compare_with_dense`."""
+    call this function.
+
+    Args:
+        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
+        given: Keyword arguments of `_compare`, and options that Muon shares with torch.optim.Muon. `method` is not
+            allowed, because it is always "torch".
+
+    Raises:
+        TypeError: `given` contains `method`.
+    """
     return _compare(layout, _torch_steps, method="torch", **given)
 
 
@@ -89,18 +100,18 @@ def _compare(
     about: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Step a sharded model and a reference. Compare the weights after every step, and the momentum and the values that
-    stages store after the last step. The reference is cached, since it does not depend on the layout.
+    """Step a sharded model and a reference model. Compare the weights after every step, and the optimizer state after
+    the last step. The states of the reference model are cached, because layouts of the same kind can share them.
 
     Args:
         layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-        steps_of: Generator function that yields the reference's state after each step.
+        steps_of: Generator function that yields the state of the reference model after each step.
         dtype: Dtype of weights and gradients.
         steps: Number of steps.
-        params: Names of the parameters in `table` to use. Default: all.
-        table: Parameter name -> parameter.
+        params: Names of the parameters to select from `table`. Default: all parameters.
+        table: Mapping from the name of each parameter to its shape and options.
         about: Optional function to call with the sharded model's optimizer after the last step.
-        options: Options of Muon.
+        options: Options of Muon. The learning rate `lr` defaults to 1e-3.
     """
     cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +138,8 @@ def _compare(
 
 
 def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], num_matrices: int) -> Comparison:
-    """Step a run with these gradients, and compare its state after each step with the reference's."""
+    """Step `run` with the gradients in `grads`. Compare the weights after each step, and the optimizer state after the
+    last step, with the states in `reference`."""
     group = run.optimizer.param_groups[0]
     lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
     bitwise, worst, where, traffic = True, 0.0, "", Traffic()
@@ -142,20 +154,22 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             decayed = before[name].double() * decay
             one, other = ((decayed - after.double()) / lr for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # once it is NaN it stays, since no number is larger
+            if difference > worst or math.isnan(difference):  # NaN is the worst: no number replaces it
                 worst, where = difference, name
     bitwise &= run.keeps(state)
-    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})  # exact, also from 8-bit
+    # Conversion to fp64 is exact for momentum of every dtype.
+    momentum = run.cut({name: of["momentum_buffer"].double() for name, of in state.items()})
     for name, found in run.momentum().items():
         bitwise &= torch.equal(found.double(), momentum[name])
     return Comparison(worst, bitwise, traffic, num_matrices, where)
 
 
-_REMEMBERED: dict[str, list[_State]] = {}  # cached references; the key has all arguments but the layout
+# Cached states of reference models. The key omits the name of the layout, which does not affect the reference model.
+_REMEMBERED: dict[str, list[_State]] = {}
 
 
 def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
-    """Yield the state after each step of shardmuon on plain tensors in one process."""
+    """Yield the state of a reference model after each step of shardmuon on unsharded tensors."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     optimizer = Muon(groups_of(params, cases), **options)
     for of_step in grads:
@@ -167,7 +181,7 @@ def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
-    """Yield the state after each step of torch.optim.Muon, with one 2-D parameter for each matrix."""
+    """Yield the state of a reference model after each step of torch.optim.Muon, with one 2-D parameter per matrix."""
     cut = {name: partial(cut_matrices, case.view) for name, case in cases.items()}
     matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
     theirs = {key: value for key, value in options.items() if key != "method"}
@@ -195,7 +209,8 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 class _LayoutRun(Run):
-    """An optimizer on the parameters of a layout in `LAYOUTS`. Weights and momentum are this rank's local tensors."""
+    """A run of Muon on parameters that a layout in `LAYOUTS` shards. It returns the weights and momentum as this rank's
+    local tensors."""
 
     def __init__(
         self, name: str, full: Mapping[str, Tensor], make: Callable[[_Whole, Mapping[str, Any]], Muon]
@@ -203,7 +218,7 @@ class _LayoutRun(Run):
         row, world = LAYOUTS[name], dist.get_world_size()
         self._built: Callable[[_Whole], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
         self._params = parameters(self._built(full))
-        # flat indices of the elements that this rank stores
+        # For each parameter, the indices of this rank's elements in the flattened whole tensor.
         self._stored = {n: _local(t).long() for n, t in row.numbers(full, row.mesh(world)).items()}
         self.optimizer = make(self._params, row.options(world))
 
@@ -238,7 +253,8 @@ _AnyRun = ZeroRun | Fsdp1Run | _LayoutRun
 
 
 def _rows_stored(whole: Tensor, like: Tensor) -> Tensor:
-    """Select the rows of `whole`, a stage's state, that this rank stores according to the placements of `like`."""
+    """Return this rank's part of the whole tensor `whole`, sharded like `like`. If `like` is not a DTensor, return all
+    of `whole`."""
     if not is_dtensor(like):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()

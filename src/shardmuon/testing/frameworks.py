@@ -1,5 +1,8 @@
-"""Run FSDP1 and DeepSpeed on the ranks of a pool, to compare shardmuon under them with a reference. Both frameworks run
-their own forward and backward pass, gathering and state dicts. DeepSpeed starts without logging or compiling."""
+"""Run shardmuon in FSDP1 and DeepSpeed on the ranks of a pool, so that tests can compare the results with a reference.
+
+Each framework runs its own forward and backward passes, gathers tensors and makes state dicts. DeepSpeed starts without
+compiling extensions and logs only errors.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,14 @@ _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 
 class GivenGradients(nn.Module):
-    """A module whose loss has the gradients that the caller gives. An optional inner module is a separate FSDP1 unit.
-    Parameters are looked up by name, because FSDP1 replaces the parameter objects."""
+    """A module with a loss whose gradients are the tensors that the caller passes to `forward`.
+
+    The module looks up its parameters by name, because FSDP1 replaces the parameter objects.
+
+    Args:
+        tensors: Initial values of the parameters, by name.
+        inner: Optional module whose loss is added to the loss of this module.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -39,13 +48,18 @@ class GivenGradients(nn.Module):
 
 
 class _Inner(GivenGradients):
-    """An inner module that FSDP1 wraps as a separate unit."""
+    """An inner module that FSDP1 wraps as a separate unit, apart from the module that contains it."""
 
 
 def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-    """Wrap a model in FSDP1, with each `_Inner` module as a separate unit. Collective.
+    """Wrap a model in FSDP1 on CPU. All ranks must call this function.
 
-    HYBRID_SHARD makes two replicas if the number of ranks allows it.
+    Args:
+        model: The model. By default, each of its `_Inner` modules becomes a separate FSDP1 unit.
+        strategy: Name of a `ShardingStrategy`. By default, the hybrid strategies make two replicas if the number of
+            ranks is even and larger than two, and one replica otherwise.
+        options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function. For
+            hybrid strategies, `process_group` replaces the groups of these replicas.
     """
     world = dist.get_world_size()
     if strategy.startswith("HYBRID") and "process_group" not in options:
@@ -64,57 +78,64 @@ def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataPar
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings in this context: torch warns that these frameworks, or functions they call, are deprecated."""
+    """Ignore all warnings in this context, because torch warns that FSDP1 and functions that DeepSpeed calls are
+    deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """Return copies of all whole weights, by their names before wrapping. Collective."""
+    """Gather copies of all weights of a wrapped model. Each key is the name of a weight before FSDP1 wrapped the model.
+    All ranks must call this function."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
         return {name: p.detach().clone() for name, p in named}
 
 
 class Run:
-    """A run of an optimizer with given gradients. Subclasses for frameworks return whole tensors, equal on every rank.
+    """Base class for runs of Muon with given gradients. Runs in FSDP1 and DeepSpeed return whole weights and momentum,
+    which are equal on all ranks.
 
-    Gradients are rounded to multiples of 1/8, so that the framework's mean over the ranks is exact.
+    `gradients` rounds gradients to multiples of 1/8, so that the frameworks average them exactly over the ranks.
 
     Attributes:
-        optimizer: The optimizer that is stepped.
-        steps: Dtype of the weights that the framework and the reference step; None if it is the model's own dtype.
+        optimizer: The optimizer.
+        steps: Dtype of the weights that the optimizer and the reference update. None selects the model's dtype.
     """
 
     optimizer: Muon
     steps: torch.dtype | None = None
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Select the parts of whole tensors that this run returns as its weights and momentum."""
+        """Select the parts of whole tensors for which this run returns weights and momentum."""
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the reference's initial weights, in the dtype in which it steps."""
+        """Return the initial weights of the reference. If `steps` is set, convert them to this dtype."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round the random gradients of a step, and convert them to the dtype in which the reference steps."""
+        """Round the random gradients of a step to multiples of 1/8 between -1 and 1. If `steps` is set, convert them to
+        this dtype."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Return True if the values that stages store are bitwise equal to those in `state`. Runs in frameworks do not
-        check this, because a framework may store the state anywhere; a difference would also show in the weights."""
+        """Return True if the optimizer state that a variant of Muon adds to the momentum is bitwise equal to `state`.
+
+        Runs in FSDP1 and DeepSpeed always return True, because it is up to the framework where this state is stored. A
+        difference would still be visible in the weights.
+        """
         return True
 
     def close(self) -> None:
-        """Free the memory that the framework uses."""
+        """Release the resources of the framework."""
 
 
 class Fsdp1Run(Run):
-    """A run of an optimizer on a model that FSDP1 wraps."""
+    """A run of Muon on a model that FSDP1 wraps. The first half of the parameters is in a separate FSDP1 unit."""
 
-    ROWS: ClassVar[Mapping[str, str]] = {  # layout name -> name of FSDP1's sharding strategy
+    ROWS: ClassVar[Mapping[str, str]] = {  # layout name -> name of a ShardingStrategy
         "fsdp1": "FULL_SHARD",
         "fsdp1 zero2": "SHARD_GRAD_OP",
         "fsdp1 hybrid": "HYBRID_SHARD",
@@ -149,26 +170,27 @@ class Fsdp1Run(Run):
 
 
 def start_deepspeed() -> Any:
-    """Import DeepSpeed for the CPU, and start it on the process group of the pool's ranks, without compiling anything.
-    Collective."""
+    """Import DeepSpeed for CPU, and initialize its communication on the default process group. All ranks must call this
+    function."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with quiet():
         import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    old = r"`torch.distributed.\w+` is deprecated"  # newer versions of torch warn about names that DeepSpeed calls
+    old = r"`torch.distributed.\w+` is deprecated"  # DeepSpeed calls functions that torch deprecates
     warnings.filterwarnings("ignore", old, FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an extension that takes minutes to compile
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # this extension takes minutes to compile
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
     return deepspeed
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-    """Make a DeepSpeed engine on a CPU, without DeepSpeed's gradient clipping. Collective.
+    """Make a DeepSpeed engine on CPU. All ranks must call this function.
 
     Args:
         model: The model to train.
-        optimizer: The optimizer that DeepSpeed steps.
-        config: DeepSpeed's configuration. The two settings that allow a client optimizer are added.
+        optimizer: The optimizer that updates the weights.
+        config: DeepSpeed's configuration. By default, gradients are not clipped, steps are practically never printed,
+            and DeepSpeed accepts an optimizer that it does not know. `config` can override all these defaults.
     """
     fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
     fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
@@ -179,12 +201,13 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mappi
 
 
 def whole_weight(param: Tensor) -> Tensor:
-    """Return a copy of a whole fp32 weight, at ZeRO stages 1 to 3. Collective."""
+    """Gather a copy of a whole fp32 weight at ZeRO stages 1 to 3. All ranks must call this function."""
     return _find("safe_get_full_fp32_param", param)
 
 
 def whole_momentum(param: Tensor) -> Tensor:
-    """Return a copy of a parameter's whole momentum, at ZeRO stages 1 to 3, after the first step. Collective."""
+    """Gather a copy of a parameter's whole momentum at ZeRO stages 1 to 3. All ranks must call this function, after the
+    first step."""
     return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
 
@@ -192,15 +215,15 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     from deepspeed import utils
 
     found: Tensor = getattr(utils, function)(param, *key)
-    shape = getattr(param, "ds_shape", param.shape)  # at stage 3 the parameter itself is an empty placeholder
+    shape = getattr(param, "ds_shape", param.shape)  # at ZeRO stage 3, `param` is an empty placeholder
     return found.detach().clone().view(shape)
 
 
 class ZeroRun(Run):
-    """A run of an optimizer under DeepSpeed, which steps fp32 copies of the weights."""
+    """A run of Muon in DeepSpeed, which keeps fp32 copies of the weights for the optimizer."""
 
     steps = torch.float32
-    # layout name -> "zero_optimization" in DeepSpeed's configuration
+    # Mapping from the layout name to the value of "zero_optimization" in DeepSpeed's configuration.
     ROWS: ClassVar[Mapping[str, dict[str, Any]]] = {
         "zero0": {"stage": 0},
         "zero1": {"stage": 1},
@@ -229,7 +252,7 @@ class ZeroRun(Run):
         return {name: p.detach().clone() if self._whole else whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        state = self.optimizer.state  # at ZeRO stage 0, keyed by the model's parameters
+        state = self.optimizer.state  # at ZeRO stage 0, its keys are the model's parameters
         return {n: state[p]["momentum_buffer"] if self._whole else whole_momentum(p) for n, p in self._params.items()}
 
     def close(self) -> None:

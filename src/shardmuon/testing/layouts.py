@@ -1,20 +1,21 @@
 """Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` is a way in which a PyTorch framework
-shards parameters, and every check runs on all entries. `PARAMS` has parameters with odd shapes, stacks of matrices,
-blocks and transposes.
+shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of matrices, many of them
+with shapes that do not divide evenly.
 
-An entry only *builds* sharded parameters, with the frameworks' own functions wherever they exist (`fully_shard`,
-`distribute_tensor`). So comparisons never rely on shardmuon's own reading of the layout.
+A layout in the table only builds sharded parameters. It calls functions of PyTorch (`fully_shard`, `distribute_tensor`)
+wherever they exist, so that tests can compare shardmuon's view of a layout with an independent one.
 
 [Note: cut once]
-    Building the same layout repeatedly would take most of a check's time, because torch shards, traces and caches
-    separately for each shape and dtype. So a layout's builder runs once per process and set of shapes, on tensors whose
-    elements are their own indices. For any tensors of these shapes, the result shows which elements this rank stores,
-    in which order, on which mesh and with which placements. Shards of later tensors are made from it directly.
+    Building the same layout repeatedly would take most of a test's time, because torch shards and traces each shape and
+    dtype separately. So the builder of a layout runs only once per process and set of shapes, on tensors whose elements
+    are their own indices. The result shows which elements this rank stores, in which order, on which mesh and with
+    which placements. Later tensors of the same shapes are sharded directly from this result.
 
 [Note: Megatron without Megatron]
-    A DTensor of Megatron-FSDP may have any number of rows on any rank, and Megatron-core's flat buffers may be split
-    anywhere. The entries for both imitate this without the packages: they split unevenly, so that some ranks have no
-    elements. If the packages are installed, tests also step parameters that they build.
+    Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at
+    any element. The layouts for both packages imitate these splits without importing the packages. Their splits are
+    uneven, so that some ranks have no elements. If the packages are installed, tests also run on parameters that the
+    packages themselves build.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ _KIND = ["cpu"]
 
 
 def mesh_kind() -> str:
-    """Return the device type for which meshes are made, set by `meshes_on`."""
+    """Return the device type of new meshes: "cpu", or the type that an enclosing `meshes_on` context sets."""
     return _KIND[-1]
 
 
 @contextlib.contextmanager
 def meshes_on(kind: str) -> Iterator[None]:
-    """Build layouts on the device type `kind` (e.g. "cuda") in this context. Tensors must already be on that device."""
+    """Build layouts on the device type `kind`, such as "cuda", in this context. The tensors to shard must already be on
+    this device."""
     _KIND.append(kind)
     try:
         yield
@@ -67,19 +69,20 @@ def meshes_on(kind: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LayoutCase:
-    """One sharding layout that the tests compare with the reference.
+    """A sharding layout for tests.
 
     Attributes:
         name: Name that `shardmuon verify` prints.
-        mesh: Function from the world size to the shape of the mesh.
-        builder: Function from full tensors and a mesh shape to this rank's parameters. All ranks of the default group
-            call it. Equal inputs give equal placements.
-        groups: Function from a mesh shape to the optimizer's options that give the process groups of plain tensors.
-        exchanges: Number of all-to-all exchanges in a step. It is two in general: shards are sent to the ranks that
-            orthogonalize the matrices, and results are sent back. It is three if results are then forwarded to
-            replicas, and one if each rank stores either all of a matrix or nothing of it.
-        plain_shards: True if tensors are plain tensors that are parts of larger tensors. shardmuon's checkpoints join
-            such parts. False for flat shards, which only their frameworks can save.
+        mesh: Function that takes the world size and returns the shape of the mesh.
+        builder: Function that takes full tensors and a mesh shape and returns this rank's parameters. All ranks of the
+            default group must call it. It must return the same placements for the same shapes.
+        groups: Function that takes a mesh shape and returns the options of Muon that set process groups.
+        exchanges: Number of all-to-all exchanges in a step. Most layouts need two: the first sends shards to the ranks
+            that orthogonalize the matrices, and the second sends the results back. Layouts with replicas of shards need
+            a third exchange, which forwards the results to the replicas. Layouts in which no matrix is split between
+            ranks need only one.
+        plain_shards: True if parameters are plain tensors that are shards of larger tensors, which shardmuon's
+            checkpoints join. False for 1-D shards of flat buffers, which only the framework can save.
     """
 
     name: str
@@ -90,21 +93,21 @@ class _LayoutCase:
     plain_shards: bool = False
 
     def options(self, world: int) -> dict[str, Any]:
-        """Return Muon's arguments for this layout on `world` ranks."""
+        """Return the options of Muon that this layout needs on `world` ranks."""
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Build this rank's parameters from full tensors. All ranks of the default group must call it."""
-        # Reuse an earlier result, see [Note: cut once]. Tensors of mixed dtypes are built anew each time, because
-        # tensors of different dtypes may be sharded in separate buffers.
+        """Shard full tensors, and return this rank's shards. All ranks of the default group must call this method."""
+        # Reuse an earlier result if possible, see [Note: cut once]. This is not possible for tensors of mixed dtypes,
+        # because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
             return self.builder(tensors, shape)
         return {name: _elements_of(tensors[name], built) for name, built in self.numbers(tensors, shape).items()}
 
     def numbers(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Build this rank's shards of fp64 tensors of the same shapes, whose elements are their own indices. All ranks
-        of the default group must call it."""
+        """Shard fp64 tensors whose shapes are those of `tensors` and whose elements are their own indices. Return this
+        rank's shards. All ranks of the default group must call this method."""
         key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
             numbers = ((t, torch.arange(t.numel(), dtype=torch.float64, device=t.device)) for t in tensors.values())
@@ -113,12 +116,12 @@ class _LayoutCase:
         return _CUT[key]
 
 
-_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, for tensors whose elements are their indices
+_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, see [Note: cut once]
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
-    """Make a rank's shard of `full` in the same way as `built`, a shard whose elements are indices into the full
-    tensor. The new shard has the elements at these indices, and the strides, placements and attributes of `built`."""
+    """Make this rank's shard of `full`. The elements of `built` are the indices of the shard's elements in the
+    flattened `full`. The shard has the same shape, strides, placements and attributes as `built`."""
     numbers = built.to_local() if isinstance(built, DTensor) else built
     local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
     local.copy_(full.reshape(-1)[numbers.long()])
@@ -128,14 +131,14 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
-    """Make parameters from the tensors that a layout built, and copy the attributes that describe their sharding."""
+    """Make parameters from the tensors that a layout built. Copy the attributes that describe how they are sharded."""
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        # For a DTensor, nn.Parameter would trace each shape again, and could get an equal mesh from torch's cache that
-        # was made for another layout.
+        # Don't call nn.Parameter for a DTensor: torch would trace each shape again, and could replace the mesh by an
+        # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # nn.Parameter does no more for a DTensor
+            made[name]._is_param = True  # as nn.Parameter would set it
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -143,19 +146,19 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
 
 
 def _placed(local: Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor from the local tensor `local`, with the mesh, placements and shape of `like`, without tracing."""
+    """Make a DTensor from this rank's local tensor, with the mesh, placements, shape and strides of `like`."""
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
-    """Return a cached mesh for the device type that `meshes_on` sets, with axes named a0, a1, ... The first call for a
-    mesh is collective.
+    """Return a mesh on the device type that `mesh_kind` returns, with axes named "a0", "a1" and so on. Meshes are
+    cached. All ranks must make the first call for a mesh.
 
     Args:
         shape: Sizes of the axes.
-        purpose: Name under which a separate mesh is cached. Megatron-FSDP needs its own, because it sets attributes on
-            its meshes.
+        purpose: Part of the key in the cache. Layouts that imitate Megatron-FSDP need separate meshes, because they set
+            an attribute on their meshes.
     """
     return _mesh_of(dist.group.WORLD, mesh_kind(), shape, purpose)
 
@@ -166,19 +169,20 @@ def _mesh_of(world: object, kind: str, shape: Ints, purpose: str) -> DeviceMesh:
 
 
 def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Shard tensors with `fully_shard`. They may already be tensor-parallel DTensors."""
+    """Shard tensors with `fully_shard`. The tensors can be plain tensors or tensor-parallel DTensors."""
     bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns because the container has no forward
+        warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
         fully_shard(bag, mesh=mesh)
     return {name: bag[name].detach() for name in tensors}
 
 
 def _placed_by(
-    places: Callable[[int, Tensor], Sequence[Placement]],  # (index of a tensor, tensor) -> one placement per mesh axis
+    places: Callable[[int, Tensor], Sequence[Placement]],  # (tensor's index, tensor) -> its placements
 ) -> _Builder:
-    """Make a builder of DTensors with the placements that `places` gives for each tensor. If there is only one
-    placement, the mesh has a single axis with all ranks. A tensor without placements stays a plain tensor."""
+    """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. If the number of
+    placements differs from the number of mesh axes, the tensor's mesh has a single axis with all ranks. If `places`
+    returns no placements for a tensor, the result is a plain tensor."""
 
     def build(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
@@ -192,7 +196,7 @@ def _placed_by(
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
-    """Shard tensors alternately by rows and by columns, as in tensor parallelism."""
+    """Return the placement of a tensor-parallel tensor. Even indices shard by rows, odd indices by columns."""
     return [Shard(index % 2 + tensor.ndim - 2)]
 
 
@@ -201,7 +205,7 @@ def _fsdp2(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Shard tensors with tensor parallelism over the last mesh axis and FSDP2 over the other axes."""
+    """Shard tensors with tensor parallelism over the last mesh axis, then with FSDP2 over the other mesh axes."""
     mesh = mesh_of(shape)
     *outer, inner = mesh.mesh_dim_names or ()
     parallel = {
@@ -212,8 +216,9 @@ def _fsdp2_tp(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-    """Make the layout that remains if FSDP and TP shard the same dim and the TP axis is then gathered: each rank has a
-    part of both TP halves."""
+    """Make DTensors whose only placement is a strided shard. This layout results if FSDP and tensor parallelism of size
+    2 shard the same dim, and the tensor-parallel axis is then gathered. Each rank has a part of both tensor-parallel
+    halves."""
     mesh = mesh_of(shape)
     out: dict[str, Tensor] = {}
     for name, full in tensors.items():
@@ -230,7 +235,7 @@ def _lone_strided(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
 
 
 def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
-    """Split a tensor like `torch.chunk`, but always into `parts` tensors, of which the last may be empty."""
+    """Split a tensor like `torch.chunk`, but always return `parts` tensors. The last tensors can be empty."""
     size = tensor.shape[dim]
     ends = [min(size, i * -(-size // parts)) for i in range(parts + 1)]
     return [tensor.narrow(dim, start, stop - start) for start, stop in itertools.pairwise(ends)]
@@ -240,13 +245,14 @@ def _shard_like_megatron(
     tensors: Mapping[str, Tensor],  # full tensors
     mesh: DeviceMesh,
     *,
-    hybrid: bool = False,  # True: two mesh axes shard, an outer (the first) and an inner one
-    tensor_parallel: bool = False,  # True: the last axis shards tensors alternately by columns and rows
+    hybrid: bool = False,  # True: both an outer (first) and an inner mesh axis shard the rows
+    tensor_parallel: bool = False,  # True: the last mesh axis shards tensors alternately by rows and columns
 ) -> dict[str, Tensor]:
-    """Make this rank's DTensors in the same way as Megatron-FSDP v1, without communication."""
+    """Make DTensors that are sharded as in Megatron-FSDP v1, without communication between ranks."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
-    # The inner axis is split first: the rank with coordinates (outer o, inner i) has shard i * num_outer + o.
+    # Megatron-FSDP splits over the inner mesh axis first. So shard i * num_outer + o belongs to the rank at coordinate
+    # o of the outer axis and coordinate i of the inner axis.
     num_outer, first = (mesh.size(0), at[0]) if hybrid else (1, 0)
     num_shards, shard = mesh.size(int(hybrid)) * num_outer, at[-1] * num_outer + first
     mesh._shard_order = list(reversed(range(mesh.ndim)))  # type: ignore[attr-defined]
@@ -255,7 +261,7 @@ def _shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)  # rows
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)  # in rows
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -266,21 +272,28 @@ def _shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Split a buffer that contains a tensor, with other tensors before and after it, into equal parts. Returns the
-    range of the tensor's elements in one part."""
+    """Split a buffer into equal parts, and return the range of a tensor's elements that is in one of the parts.
+
+    Args:
+        before: One less than the number of elements before the tensor. The buffer has 2 elements after the tensor.
+        size: Number of elements of the tensor.
+        num_parts: Number of parts.
+        part: Index of the part.
+    """
     each = -(-(3 + before + size) // num_parts)
     start, stop = (min(max(end * each - 1 - before, 0), size) for end in (part, part + 1))
     return (start, stop) if start < stop else (0, 0)
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Make a builder that shards tensors with `_shard_like_megatron`, on a mesh named `purpose`."""
+    """Return a builder that calls `_shard_like_megatron` with the options `how`. Builders with the same `purpose` share
+    meshes."""
     return lambda tensors, shape: _shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
-    """Make one rank's tensor-parallel shard of a plain tensor, with the attributes that Megatron and TransformerEngine
-    set on their shards (`partition_dim` and others)."""
+    """Make one of `parts` tensor-parallel shards of a tensor along `dim`, with the attributes that Megatron and
+    TransformerEngine set on their shards. The tensor consists of `stride` blocks, and the shard has a part of each."""
     blocks = [_chunk(block, parts)[part] for block in full.transpose(0, dim).chunk(stride)]
     shard = torch.cat(blocks).transpose(0, dim).contiguous()
     vars(shard).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
@@ -288,8 +301,8 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
 
 
 def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
-    """Make plain tensor-parallel shards. The tensors are split along `dims` in turn, where 0 or 1 is a dim of the
-    matrix and -1 means that the tensor is not split."""
+    """Make tensor-parallel shards that are plain tensors. Successive tensors use successive entries of `dims`, which
+    repeat: 0 splits the rows of each matrix, 1 splits the columns, and -1 leaves the tensor whole."""
     out = {}
     part = dist.get_rank() % shape[-1]
     for i, (name, full) in enumerate(tensors.items()):
@@ -298,7 +311,7 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # skip the first dim of a stack, which indexes experts
+        dim += full.ndim == 3  # the first dim of a stack is the expert
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out
@@ -312,8 +325,8 @@ def _tp_groups(shape: Ints) -> dict[str, Any]:
 
 
 def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Tensor]:
-    """Make 1-D shards of flat buffers, as in Megatron's distributed optimizer. If `parallel` is True, the buffers hold
-    tensor-parallel shards."""
+    """Make 1-D shards of flat buffers, as in Megatron-core's distributed optimizer. If `parallel` is True, the buffers
+    contain tensor-parallel shards. Otherwise, they contain whole tensors."""
     mesh = mesh_of(shape)
     num_parts, part = (shape[1], mesh.get_coordinate()[1]) if parallel else (1, 0)  # type: ignore[index]
     data, tp = GroupRef.of(mesh.get_group(0)), GroupRef.of(mesh.get_group(1)) if parallel else None
@@ -331,8 +344,8 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
 
 
 def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
-    """Choose how tensor parallelism splits a tensor: by rows, by columns or by rows with stride 2, depending on
-    `index`. Returns None if the tensor does not divide evenly."""
+    """Choose how tensor parallelism splits the tensor number `index`: by rows, by columns, or by rows with stride 2.
+    Return None if the tensor does not divide evenly, or if it is not 2-D and the choice is to split its columns."""
     dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
     fits = full.ndim == 2 or dim == 0
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None
@@ -369,7 +382,7 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("lone strided", _flat, _lone_strided),
         _LayoutCase("hsdp+tp", lambda n: (2, n // 4, 2) if n % 4 == 0 else (1, *_square(n)), _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
-        _LayoutCase(  # stacks: by expert over one axis, by rows over the other; other tensors: over all ranks
+        _LayoutCase(  # shards stacks by expert and by rows, over one mesh axis each, and all else over all ranks
             "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])
         ),
         _LayoutCase("mixed meshes", _square, _placed_by(lambda i, t: _MIXED[i % len(_MIXED)])),
@@ -393,7 +406,13 @@ LAYOUTS: dict[str, _LayoutCase] = {
 
 @dataclass(frozen=True)
 class ParamCase:
-    """A parameter for the tests: its global shape, its optimizer group's options, and the case that it covers."""
+    """A parameter for tests.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        why: Description of the case that the parameter tests.
+        options: Options of Muon that describe the matrices in the parameter.
+    """
 
     shape: Ints
     why: str
@@ -401,7 +420,7 @@ class ParamCase:
 
     @property
     def view(self) -> MatrixView:
-        """The parameter viewed as one or more matrices."""
+        """The view that splits the parameter into one or more matrices."""
         return matrix_view(self.shape, **self.options)
 
 
@@ -439,7 +458,8 @@ PARAMS: dict[str, ParamCase] = {
 
 
 def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
-    """Make one optimizer group per parameter, with the options that say which matrices the parameter holds."""
+    """Make parameter groups for Muon. Parameters whose cases have equal options share a group. Each group has the
+    options of its cases, and `options`, which take precedence."""
     table: dict[str, dict[str, Any]] = {}
     for name, param in params.items():
         group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})
@@ -448,7 +468,7 @@ def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **op
 
 
 def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
-    """Split a full tensor into its matrices."""
+    """Copy the matrices of a full tensor into separate 2-D tensors, in the order of `view.matrices`."""
     fine, out = full.reshape(view.fine), []
     for matrix in view.matrices:
         found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)

@@ -1,26 +1,29 @@
-"""A pool of persistent ranks: real processes in one process group, which start once and serve many calls.
+"""A pool of persistent ranks: processes in one process group, which start once and run many functions.
 
-The pool is independent of optimizers and layouts. A *rank* is one process of the pool. A *call* runs one module-level
-function on every rank. A rank *returns* from a call with a result or an exception. If it hangs or dies instead, it is
-*lost*, and the pool kills all ranks.
+The pool knows nothing about optimizers or layouts. A *rank* is one process of the pool. The *parent* is the process
+that uses the pool. A *call* runs one function on every rank. Each rank replies to the call with a result or an
+exception. If a rank hangs or dies instead, the pool kills all ranks.
 
 [Note: what the parent waits for]
-    Each rank has one pipe to the parent, which a separate thread of the rank reads. This thread hands calls to the main
-    thread. It answers an empty message with the main thread's stack, so that the parent can show where a rank hangs.
-    End of file on the pipe means that the parent is gone, and the rank exits at once, even from inside a collective.
-    Only the parent has time-outs. When one expires, the parent kills the ranks, which also ends every wait inside them.
+    One pipe connects each rank to the parent. A separate thread of the rank reads from this pipe and passes calls to
+    the rank's main thread. If the thread receives an empty message, it replies with the stack of the main thread, so
+    that the parent can show where the rank hangs. If the parent ends, the thread reads an end of file from the pipe and
+    ends the rank at once, even inside a collective. Only the parent has time-outs. When a time-out expires, the parent
+    kills all ranks.
 
 [Note: one gloo device]
-    torch gives every gloo group a separate device, whose thread wakes up 100 times a second until the process ends. A
-    rank has dozens of groups, which are cached for later calls, and the idle ranks of a few pools together used a third
-    of two cores. So all groups of a rank share one device.
+    By default, torch creates a separate device for every gloo group. The thread of each device wakes up 100 times per
+    second until the process ends. A rank has dozens of groups, because it caches groups for later calls. With separate
+    devices, the idle ranks of a few pools used a third of the time of two cores. So all groups of a rank share one
+    device.
 
 [Note: what ranks are forked from]
     When the parent starts its first rank, multiprocessing starts a fork server, from which all ranks are forked. The
-    server imports once what every rank needs: torch, the modules given to `preload`, and the shardmuon modules that the
-    parent has imported by then. It uses the parent's `sys.path`, which Python passes on since 3.12.3; for older
-    versions, the pool passes it in PYTHONPATH, also to the ranks. Ranks exclude the imported objects from garbage
-    collection, because some libraries run a collection in every call, and torch alone has half a million objects.
+    server imports the modules that ranks need: torch, the modules passed to `preload`, and all shardmuon modules that
+    the parent has imported so far. Since Python 3.12.3, multiprocessing passes the parent's `sys.path` to the server.
+    For older versions, the pool sets PYTHONPATH, which the ranks inherit. Ranks exclude the imported objects from
+    garbage collection, because some libraries run a collection in every call, and torch alone has half a million
+    objects.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Rank = tuple[BaseProcess, Connection]  # a rank's process, and the parent's end of the pipe to it
 
-_PRELOADED = [  # modules that cannot be imported are skipped
+_PRELOADED = [  # modules that the fork server imports; it skips modules that are not installed
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -66,20 +69,25 @@ _PRELOADED = [  # modules that cannot be imported are skipped
     "pytest",
     "hypothesis",
 ]
-_GRACE = 5.0  # seconds to wait for further failures after the first, so that the error names all failed ranks
-_MAX_OPEN_FILES = 400  # per rank; torch frees the files and the 2 threads of a group only when the process ends
+# After one rank fails, the pool waits this many seconds for failures of other ranks, so that the error names them all.
+_GRACE = 5.0
+# If any rank has more open files than this, the pool restarts its ranks. torch closes the files of a process group, and
+# stops the 2 threads of the group, only when the process ends.
+_MAX_OPEN_FILES = 400
 
 
 @dataclass(frozen=True)
 class RankException:
-    """The exception that a call raised on one rank, as text, because not every exception can be pickled.
+    """A failure on one rank: an exception, a hang or the death of the process. An exception is stored as strings,
+    because not every exception can be pickled.
 
     Attributes:
-        rank: The rank that raised it.
+        rank: The rank that failed.
         type_name: Name of the exception's class; "TimeoutError" for a hang, "ChildProcessError" for a dead rank.
-        message: `str(exception)`.
-        traceback: Traceback on the rank; for a hang, the rank's stack when the time-out expired.
-        returned: True if the rank can serve further calls. False if it hung or died, and the pool killed all ranks.
+        message: Message of the exception, or a description of the hang or death.
+        traceback: Traceback of the exception. For a hang, the rank's stack when the time-out expired; for a dead rank,
+            an empty string.
+        returned: True if the rank raised an exception. False if the rank hung or died.
     """
 
     rank: int
@@ -89,12 +97,16 @@ class RankException:
     returned: bool = True
 
     def __str__(self) -> str:
-        """Format the exception: rank, type and message on one line, followed by the traceback."""
+        """Format the failure as a line with the rank, type and message, followed by the traceback."""
         return f"--- rank {self.rank}: {self.type_name}: {self.message}\n{self.traceback}".rstrip()
 
 
 class RankError(RuntimeError):
-    """Raised if a call fails on at least one rank. `failures` has a RankException for each such rank, in rank order."""
+    """Error of a call that failed on at least one rank.
+
+    Attributes:
+        failures: One RankException for each failed rank, in rank order.
+    """
 
     def __init__(self, what: str, world_size: int, failures: tuple[RankException, ...]) -> None:
         self.failures = failures
@@ -105,19 +117,21 @@ class RankError(RuntimeError):
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """A pool of `world_size` processes in one process group, which run functions until the pool is closed.
 
-    The ranks start at the first call, and again at the first call after a failure, a time-out or `close()`. State that
-    a function leaves behind on a rank (process groups, globals) speeds up later calls, but must not be relied on: the
-    pool may restart its ranks between any two calls, and does so when they run short of file descriptors.
+    The ranks start at the first call. If a failure, a time-out or `close()` ends the ranks, the next call starts new
+    ranks. State that a function leaves on a rank, such as process groups and globals, can speed up later calls. But
+    functions must not rely on this state, because the pool can restart its ranks between any two calls. For example,
+    the pool restarts ranks that have too many open files.
 
-    Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So results do not depend on
-    the order of calls, and `-W error` also applies on the ranks. Ranks have the environment variables that the parent
-    had when its first pool started. As always with a fork server, a script needs an `if __name__ == "__main__":` guard.
-    A pool must be used from one thread only.
+    Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So random numbers do not
+    depend on earlier calls, and Python's option `-W error` takes effect on the ranks. Ranks have the environment
+    variables that the parent had when its first pool started. A script that uses a pool needs an
+    `if __name__ == "__main__":` guard, because the pool starts processes with a fork server. Use a pool from a single
+    thread only.
 
     Args:
         world_size: Number of ranks, at least 1.
         backend: Backend of the default process group. With nccl, rank r uses CUDA device r.
-        timeout: Time limit of one call, in seconds.
+        timeout: Time limit for each call, in seconds.
 
     Examples:
         >>> import torch.distributed as dist
@@ -134,45 +148,46 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self.timeout = timeout
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
-        weakref.finalize(self, _kill, self._ranks)  # runs at exit, or when the pool is garbage-collected
+        weakref.finalize(self, _kill, self._ranks)  # kill the ranks at exit, or with an unused pool
 
     def run(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
 
         Args:
-            fn: A function that can be imported by its module and name. It gets the rank from
-                `torch.distributed.get_rank()`.
-            args: Positional arguments, which must be picklable. Tensors in arguments and results are sent by value.
-            kwargs: Keyword arguments, likewise.
+            fn: A function defined at the top level of an importable module. It can call `torch.distributed.get_rank()`
+                to find its rank.
+            args: Positional arguments for `fn`, which must be picklable. Tensors in arguments and results are copied.
+            kwargs: Keyword arguments for `fn`, which must be picklable.
 
         Raises:
-            RankError: On some rank, `fn` raised an exception or hung, or the process died. All ranks are killed,
-                because the others may be stuck in a collective, and the next call starts new ones.
+            RankError: `fn` raised an exception or hung on at least one rank, or a rank died. The pool kills all ranks,
+                because the other ranks can be stuck in a collective. The next call starts new ranks.
             TypeError: `fn` or an argument cannot be pickled.
         """
         return cast("list[_T]", self._call(_GRACE, False, fn, args, kwargs))
 
     def run_catching(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T | RankException]:
-        """Run a function like `run`, but return a rank's exception as its result, and keep the ranks alive.
+        """Call `fn(*args, **kwargs)` on every rank and return the results in rank order. If `fn` raises an exception on
+        a rank, the result of this rank is a RankException, and the ranks stay alive.
 
-        This can test that every rank raises an exception and no rank hangs. The call waits for slow ranks up to the
-        pool's time-out, even if another rank has already raised. The process group can still be used afterwards, unless
-        some ranks have left a collective that others are still in.
+        Tests can use this method to check that every rank raises an exception and that no rank hangs. If `fn` raises an
+        exception on one rank, the call still waits for the other ranks until the pool's time-out expires. Later calls
+        can use the process group, unless exceptions left a collective unfinished on some ranks.
 
         Raises:
-            RankError: A rank hung or died. All ranks are killed, and the next call starts new ones.
+            RankError: A rank hung or died. The pool kills all ranks, and the next call starts new ranks.
             TypeError: `fn` or an argument cannot be pickled.
         """
         return cast("list[_T | RankException]", self._call(self.timeout, True, fn, args, kwargs))
 
     @staticmethod
     def preload(module: str) -> None:
-        """Import one more module before ranks are forked. This has no effect once a pool of this process has started. A
-        module that raises ImportError is skipped."""
+        """Add a module to the modules that are imported before ranks are forked. Call this method before the first pool
+        of this process starts, because later calls have no effect. A module that raises ImportError is skipped."""
         _PRELOADED.append(module)
 
     def close(self) -> None:
-        """Kill the ranks, if any. A later call starts new ones."""
+        """Kill all ranks. If `run` or `run_catching` is called later, new ranks start."""
         _kill(self._ranks)
 
     def __exit__(
@@ -184,7 +199,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         name = f"{getattr(fn, '__module__', 'builtins')}.{getattr(fn, '__qualname__', repr(fn))}"
         try:
             call = pickle.dumps((fn, args, kwargs, list(warnings.filters)))
-        except Exception as error:  # PicklingError, AttributeError, TypeError, or anything from __reduce__
+        except Exception as error:  # pickling runs methods of the arguments, which can raise anything
             raise TypeError(
                 f"{name}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
                 " importable module, and picklable arguments"
@@ -193,13 +208,13 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                self._receive(started, 180.0, _GRACE, catching=False)  # the first imports torch
+                self._receive(started, 180.0, _GRACE, catching=False)  # long: the fork server imports torch first
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` reports it
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` reports the dead rank
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
-        except BaseException:  # after e.g. Ctrl-C, late replies would be taken for those of the next call
+        except BaseException:  # e.g. Ctrl-C: the next call would receive late replies to this call
             self.close()
             raise
         if num_open_files > _MAX_OPEN_FILES:
@@ -209,8 +224,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOADED, *(n for n in sys.modules if n.split(".")[0] == "shardmuon")])
-        # The parent serves the rendezvous. With port 0, the system picks a free port, so that no other process can take
-        # it first; and new groups form 2 to 4 times faster than with a FileStore.
+        # The parent runs the store through which ranks find each other. With port 0, the system picks a free port, so
+        # that no other process can take the port first. Process groups start 2 to 4 times faster than with a FileStore.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             for rank in range(self.world_size):
@@ -226,11 +241,19 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 rank_pipe.close()
 
     def _receive(self, what: str, timeout: float, grace: float, catching: bool) -> tuple[list[object], int]:
-        """Receive one reply from each rank. Returns the replies in rank order, and the largest number of files that a
-        rank has open.
+        """Receive one reply from each rank.
 
-        Waits at most `timeout` seconds, and at most `grace` seconds after the first failure. Raises RankError if a rank
-        hung or died or, unless `catching` is True, raised an exception.
+        Args:
+            what: Description of the call for error messages.
+            timeout: Longest time to wait for all replies, in seconds.
+            grace: Longest time to wait for the other replies after the first failure, in seconds.
+            catching: True if exceptions of ranks are returned as replies. False if they raise RankError.
+
+        Returns:
+            The replies in rank order, and the number of open files on the rank with the most open files.
+
+        Raises:
+            RankError: A rank hung or died, or a rank raised an exception and `catching` is False.
         """
         deadline = time.monotonic() + timeout
         why = f"still running after {timeout:g} s"
@@ -264,15 +287,15 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return ordered, most_open_files
 
 
-@lru_cache(maxsize=3)  # only a few pools, because a rank takes up to 300 MB of memory
+@lru_cache(maxsize=3)  # cache only a few pools, because each rank uses up to 300 MB of memory
 def get_pool(world_size: int) -> RankPool:
-    """Return this process's gloo pool with `world_size` ranks. The pools of the 3 sizes used last are cached. The ranks
-    of any other pool end as soon as nothing refers to the pool."""
-    return RankPool(world_size, timeout=120.0)  # long, because other processes may use the same cores
+    """Return a gloo pool with `world_size` ranks, which is shared within this process. The pools of the 3 most recently
+    used sizes are cached. The ranks of any other pool end as soon as no references to the pool remain."""
+    return RankPool(world_size, timeout=120.0)  # long, because ranks can be slow on busy cores
 
 
 def _where(pipe: Connection) -> str:
-    """Return the current stack of a rank's main thread, or a text that says why it is not known."""
+    """Return the current stack of a rank's main thread. If the rank does not send its stack, return the reason."""
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(b"")
         if pipe.poll(1.0):
@@ -282,7 +305,7 @@ def _where(pipe: Connection) -> str:
 
 
 def _kill(ranks: list[_Rank]) -> None:
-    """Kill all ranks of a pool. A single rank is never restarted alone."""
+    """Kill all ranks of a pool, and close the pipes to these ranks."""
     for process, _ in ranks:
         process.kill()
     for process, pipe in ranks:
@@ -295,7 +318,8 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
     gc.freeze()
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent handles it
+    # A terminal sends Ctrl-C to all processes, but only the parent must handle Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls: SimpleQueue[bytes] = SimpleQueue()
     sending = threading.Lock()
     threading.Thread(target=_listen, args=(pipe, calls, sending, threading.get_ident()), daemon=True).start()
@@ -307,7 +331,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
-    # Runs in a separate thread of a rank, see [Note: what the parent waits for].
+    # This function runs in a separate thread of a rank, see [Note: what the parent waits for].
     try:
         while True:
             call = pipe.recv_bytes()
@@ -317,14 +341,14 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
             with sending:
                 pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
-    finally:  # the parent has closed the pipe or has ended
-        os._exit(0)  # skip interpreter teardown, which waits for gloo's threads
+    finally:  # the parent ended or closed the pipe
+        os._exit(0)  # don't let Python's teardown wait for threads of gloo
 
 
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host name, which may fail
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host name, which can fail
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     if "gloo" in backend:
@@ -334,12 +358,12 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
 
 
 def _share_gloo_device() -> None:
-    # Make all gloo groups of this rank share one device, see [Note: one gloo device].
+    # Let all gloo groups of this rank share one device, see [Note: one gloo device].
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        if isinstance(timeout, timedelta):  # otherwise it is an options object, which has its own device
+        if isinstance(timeout, timedelta):  # a caller can pass options instead, which name a device
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             timeout = options
@@ -349,7 +373,7 @@ def _share_gloo_device() -> None:
 
 
 def _run_call(message: bytes) -> object:
-    sys.path[:], call = pickle.loads(message)  # before the call is loaded, which imports modules
+    sys.path[:], call = pickle.loads(message)  # set the path first, because loading `call` imports modules
     fn, args, kwargs, filters = pickle.loads(call)
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -359,11 +383,11 @@ def _run_call(message: bytes) -> object:
 
 
 def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
-    """Call `fn`, and pickle its result (or a RankException) with the number of files that this rank has open. Plain
-    pickle sends tensors by value, not in shared memory."""
+    """Call `fn`, and pickle the reply to the parent: the result or a RankException, and the number of open files of
+    this rank. `pickle` copies tensors, whereas torch.multiprocessing would put them in shared memory."""
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
-    except BaseException as error:  # SystemExit and pytest's outcomes, too, must not end the rank
+    except BaseException as error:  # not even SystemExit or an outcome of pytest can end the rank
         failed = RankException(rank, type(error).__name__, str(error), traceback.format_exc())
         return pickle.dumps((failed, _num_open_files()))
     finally:

@@ -1,5 +1,5 @@
-"""Search for matrix products whose bits depend on the matrix's position (slot) in a batch, or on other matrices in the
-batch."""
+"""Search for matrix products whose bits depend on the position (slot) of a matrix in a batch, or on the other matrices
+in the batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 
-# Shapes for which libraries often use other kernels: fewer rows than a vector register has lanes, one row more or less
-# than a block, few rows and many columns.
+# Shapes for which libraries often choose special kernels: matrices with fewer rows than a vector register has elements,
+# with one row more or less than a power of two, or with few rows and many columns.
 _SHAPES = (
     *((1, 1), (1, 5), (2, 3), (3, 7), (5, 3), (7, 9), (8, 16), (9, 12), (10, 27), (16, 16), (16, 32), (17, 33)),
     *((1, 1025), (3, 1000), (5, 257), (257, 5), (31, 100), (33, 17), (40, 90), (63, 65), (64, 64), (64, 160)),
@@ -27,16 +27,19 @@ def search(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
     draws: int = 4,
 ) -> Iterator[tuple[str, list[bool]]]:
-    """Compare the bits of one matrix's Newton-Schulz products, and of whole iterations, between several slots
-    (positions) in a batch. For each shape, method and dtype of products, yields a description and a list with one bool
-    per comparison: True if the bits were equal.
+    """Compute the Newton-Schulz products and the orthogonalization of a matrix at several positions (slots) in a batch,
+    and compare the bits of the results.
 
     Args:
         device: Device that multiplies the matrices.
-        shapes: (rows, cols) of the matrices. Shapes whose batches have only one slot are skipped.
+        shapes: Shapes (rows, cols) of the matrices. Shapes whose batches have only one slot are skipped.
         dtypes: Dtypes of the products.
-        draws: Number of random matrices for each shape and dtype. The other matrices in the batch are random, zeros, or
-            copies of the same matrix.
+        draws: Number of random matrices for each shape and dtype. The other matrices in the batch are zeros, random
+            matrices or copies of the matrix.
+
+    Yields:
+        For each shape, method and dtype, a description and a list with one bool per comparison: True if the bits are
+        equal.
     """
     generator, of_gram = torch.Generator().manual_seed(0), default_dtype("gram", device)
     ways = [("standard", dtype) for dtype in dtypes]
@@ -57,8 +60,8 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Compare each result for a matrix in a slot (position in the batch) with the result for the same matrix in the
-    first slot. Yields True for equal bits."""
+    """Compare the results for a matrix at several positions in a batch with the results for this matrix at the first
+    position. Yield one bool for each pair of results: True if the bits are equal."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
@@ -69,7 +72,9 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            given = batch[slot : slot + 1 + draw % 2]  # padded with zeros by `orthogonalize`; odd draws add a neighbor
+            # `given` is a smaller batch, which `orthogonalize` pads with zeros. In odd draws, it also contains the
+            # matrix in the next slot.
+            given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
             first = first or [*results[:-1], whole[0]]
@@ -77,7 +82,8 @@ def _comparisons(
 
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
-    """Compute the matrix products of one Newton-Schulz step for all matrices in a batch, with and without a summand."""
+    """Compute the matrix products of one Newton-Schulz step for all matrices in a batch. The last product is computed
+    twice: once alone, and once with a matrix added to the product."""
     y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
