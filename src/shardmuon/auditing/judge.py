@@ -211,8 +211,8 @@ class _Evidence:
         """Run the dense step with permuted rows and columns and perturbed elements ([Note: the shake]).
 
         Returns:
-            The length (m,) of the difference between this run's update and the dense update along each left singular
-            vector of the reference, and the values that stages store after the step.
+            A tensor of shape (m,), the norms of the difference between this run's update and the dense update along
+            the left singular vectors of the reference; and the values that the variant's stages store after the step.
         """
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)

@@ -183,7 +183,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        number += 1  # the number is equal on all of these ranks, because creating a group is collective
+        number += 1  # creating a group is collective, so all of its ranks count it and agree on the number
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)
     return group

@@ -250,7 +250,7 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # the best time is the least
+        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # lower times are better
         return found if is_time else found[::-1]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:

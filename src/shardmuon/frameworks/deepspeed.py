@@ -522,8 +522,8 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, and the process group of the parameters, at stage 3. At this stage, each
-    parameter is padded at the end and split into one equal part per rank."""
+    """Find the slices of parameters in a flat buffer of ZeRO stage 3, and the process group of the parameters. Stage 3
+    pads each parameter at the end and splits it into equal parts, one per rank."""
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")

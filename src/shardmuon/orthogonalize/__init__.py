@@ -141,7 +141,7 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a matrix or a batch of matrices to new memory, and convert it to `dtype`. Each matrix in the copy starts at
     a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # unlike `copy_`, this also works in foresight, where tensors have no data
+    foreach_copy_([out], [x])  # unlike `copy_`, this also works on the tensors without data that `foresight` uses
     return out
 
 
@@ -574,7 +574,7 @@ def flops(
     m, n = min(rows, cols), max(rows, cols)
     steps = len(coefficients)
     squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
-    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # X X^T, and a square matrix times X
+    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # FLOPs of the two products X X^T and (square matrix) X
     small: float = 2 * m**3
     if method != "gram":
         return steps * twice, squares * small * symmetric_share
@@ -632,7 +632,7 @@ def orthogonalize(
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
             found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # faster than `copy_` in foresight, where tensors have no data
+            if many:  # faster than `copy_` on the tensors without data that `foresight` uses
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)

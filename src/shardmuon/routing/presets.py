@@ -36,7 +36,7 @@ _Kind = Literal[
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
     "pairs",  # the last dim is 2, as in complex numbers stored as real numbers
     "unclear",  # the shape is known, but not how to read the parameter as matrices
-    "unknown",  # the logical shape is not known
+    "unknown",  # the parameter's unsharded shape cannot be determined
 ]
 
 

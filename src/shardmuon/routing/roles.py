@@ -148,7 +148,7 @@ def role_of(
         if tables[0] is places[0]:
             reason = f"embedding, tied to {others}" if others else "embedding"
         return Role("embedding", reason, reads=shape[1:])
-    # A module of a known type shows more about a parameter than a module that merely has a reference to it.
+    # A module of a known type tells more about a parameter than a module that merely holds a reference to it.
     known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
     first = known[0]
     if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):

@@ -73,8 +73,8 @@ _Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some 
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
-    """Split tiles into portions. All tiles of a portion have the same kind, and together at most `limit` elements,
-    unless the portion is a single larger tile. Return the indices of the tiles in each portion."""
+    """Split tiles into portions, and return the indices of the tiles in each portion. The tiles of a portion are of one
+    kind and have at most `limit` elements in total. A tile larger than `limit` forms a portion of its own."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
