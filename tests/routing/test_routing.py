@@ -52,6 +52,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
     "Conv1D": (lambda: conv1d(12, 8), "weight", lambda w: [w.T]),
     "GPT-2": (gpt2_attention, "c_attn.weight", lambda w: [w[:, :8].T, w[:, 8:16].T, w[:, 16:].T]),
     "GPT-2, cross": (lambda: gpt2_attention(cross=True), "c_attn.weight", lambda w: [w[:, :8].T, w[:, 8:].T]),
+    "of the name of GPT-2's, around a Conv1D": (
+        lambda: typed("GPT2Attention", c_attn=conv1d(12, 8)),
+        "c_attn.weight",
+        lambda w: [w.T],
+    ),
     "GPT-NeoX": (
         lambda: typed(
             "GPTNeoXAttention", head_size=2, config=config(num_attention_heads=3), query_key_value=linear(6, 18)
