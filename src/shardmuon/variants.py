@@ -36,7 +36,7 @@ run in the order in which `variant` names them.
        and the differences from the source. The lines of an `AfterStage` are the rows of tall matrices and the columns
        of wide ones; `scaled_` supports no others.
     2. A row in `VARIANTS`, at the end of this file: the name that users write, and the stages.
-    3. A row in `FORMULAS` (auditing/reference.py) for each stage: the same formula in fp64, written independently.
+    3. A row in `_FORMULAS` (auditing/reference.py) for each stage: the same formula in fp64, written independently.
     4. A row in `CASES` (tests/variant_cases.py). Start with placeholders: (0, 0) for the numbers of launches, and any
        name for the audit's finding. The failing tests then print the correct values.
     5. A row in the first table of docs/variants.md (source: a link, or "ours"). If the stage changes the size of

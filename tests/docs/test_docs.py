@@ -13,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SOURCES = [
+    file for folder in ("src", "tests", "examples", "benchmarks", "scripts") for file in ROOT.glob(f"{folder}/**/*.py")
+]
 MODULES = [
     "shardmuon.layout.views",
     "shardmuon.muon",
@@ -47,6 +50,14 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_documents_name_only_files_that_are_there(path: Path) -> None:
+    """A path may begin in any folder. The changelog names what is gone, too."""
+    named = set(re.findall(r"(?<![\w/.-])[\w/]+\.py\b", path.read_text()))
+    if path.name != "CHANGELOG.md":
+        assert [name for name in named if not any(str(file).endswith(f"/{name}") for file in SOURCES)] == []
 
 
 def test_the_readme_names_only_targets_that_the_makefile_has() -> None:

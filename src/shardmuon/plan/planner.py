@@ -46,7 +46,8 @@ _OF_MOMENTUM = 32
 _NO_DEARER = 102  # limit on the time of a choice that needs less memory, in percent of the shortest time
 _FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.batch_size`
 _LAUNCHES = 30  # number of kernel launches in five Newton-Schulz steps
-# Memory traffic of three phases of a step in bytes per element, see `foresight.hardware`.
+# Memory traffic of three phases of a step, in bytes per element: that of `foresight.hardware`, if an element takes two
+# bytes on the wire.
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
