@@ -101,7 +101,7 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """Weights and state by name, and groups in use and out of it: all that there is to come back to."""
+    """A snapshot to which a job can return: weights and state by name, and the groups that are in use or removed."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]

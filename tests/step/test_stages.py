@@ -54,7 +54,6 @@ def given(variant: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("variant", "layout"), in_both(in_turn(JOINED.values(), every=4)))
 def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
-    """Every view in fp32 and in bf16, in small buckets."""
     compare(layout, [variant])
 
 
