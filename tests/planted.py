@@ -347,7 +347,7 @@ def _kept(job: Job, key: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the job that it is planted in, and all that the audit must say of it (nothing else)."""
+    """A fault, the job in which it is planted, and all that the audit must report."""
 
     plant: Plant
     names: set[str]
