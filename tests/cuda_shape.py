@@ -33,12 +33,12 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# These operations only make a tensor or a view, and launch no kernel.
+# The operations in _FREE make a tensor or a view without launching a kernel.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
-_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of two devices
-# Launches are counted by these functions of a step.
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # operations that may have tensors of two devices
+# Launches are counted by the functions in _PHASES, which are parts of a step.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
@@ -117,7 +117,6 @@ class CudaShape(TorchDispatchMode):
         self._patches = contextlib.ExitStack()
 
     def clear(self) -> None:
-        """Clear all records."""
         for record in (self.launches, self.waits, self.uploads):
             record.clear()
 

@@ -219,7 +219,7 @@ class Job:
         for names, of_group in self.case.groups:
             params = [(n, p) for n, p in ((n, net.get_parameter(n)) for n in names) if p.requires_grad]
             groups.append({"params": params if named else [p for _, p in params], **of_group})
-            # With these coefficients the state after one step has half of the gradient.
+            # With a momentum or beta of 0.5 the state after one step has half of the gradient.
             if self.case.clip:
                 groups[-1] |= {"momentum": 0.5} if of_group.get("use_muon", True) else {"betas": (0.5, 0.95)}
             if options.get("variant"):

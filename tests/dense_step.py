@@ -85,7 +85,6 @@ class DenseMuon:
         ]
 
     def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make one step with the current options of these groups."""
         for param, grad, group in zip(self.params, grads, groups, strict=True):
             if grad is not None:
                 param.step(grad, group)
@@ -232,7 +231,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
     """Step one matrix as torch.optim.Muon does, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-    # The iteration of torch.optim.Muon returns a tall matrix with these strides.
+    # The iteration of torch.optim.Muon returns a tall matrix in column-major order.
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result
     return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))
 

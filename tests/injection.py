@@ -28,8 +28,8 @@ ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 # Files of a satellite package shardmuon_x are at ../shardmuon_x/ relative to the root.
 SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"
 
-# No exception is raised in these functions, because they carry the messages that report an exception to other ranks.
-# Each entry is (file, function), and "" stands for all functions of a file.
+# The functions in TRANSPORT carry the messages that report an exception to other ranks, so no exception is raised in
+# them. Each entry is (file, function), and "" stands for all functions of a file.
 TRANSPORT = {
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
@@ -55,7 +55,7 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("muon.py", "_host"),
-    ("layout/engines/dtensor.py", "align"),  # This function calls a collective of torch.
+    ("layout/engines/dtensor.py", "align"),  # `align` calls a collective of torch.
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),
     ("frameworks/megatron.py", "step"),
@@ -69,7 +69,7 @@ TRANSPORT = {
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/clip.py", "norm"),
 }
-# Without DeepSpeed these generators are closed but never read, and Python ignores what they raise then.
+# Without DeepSpeed the generators in UNREAD are closed but never read, and Python ignores what they raise then.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
@@ -82,7 +82,7 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
-    @functools.cache  # The cache matters because a profile function runs at every call.
+    @functools.cache  # `Place.of` is cached because a profile function runs at every call.
     def of(cls, code: CodeType) -> Place | None:
         if not code.co_filename.startswith((ROOT, SATELLITES)):
             return None
@@ -163,7 +163,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # Few calls begin at this line, so the comparison of lines avoids hashing most code objects, which is slow.
+        # The line is compared first, because hashing the code object of every call would be slow.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
@@ -180,7 +180,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
 
 # ------------------------------------------------------------------------------------------------- all ranks
 
-TIMEOUT, PROMPT = 20.0, 12.0  # seconds
+TIMEOUT, PROMPT = 20.0, 12.0  # time limits in seconds
 MARK = "planted here"
 KINDS: tuple[BaseException, ...] = (
     ValueError(MARK),
@@ -242,7 +242,7 @@ def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
     """Gather both flags of every rank in a collective whose first number differs from every message of the package, so
     that ranks that are out of step are detected."""
     number = 0x5EED0F7E57
-    # torch 2.13 renamed this function.
+    # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     found = torch.empty(3 * dist.get_world_size(), dtype=torch.long)
     try:
@@ -271,11 +271,11 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Raise an exception in each of these functions, in one call of all ranks for each function. Kinds of exceptions
-    and ranks alternate.
+    """Raise an exception in each function in `known`, in one call of all ranks for each. Kinds of exceptions and ranks
+    alternate.
 
     Args:
-        call: The call, which enters `begin` before these functions.
+        call: The call, which enters `begin` before the functions.
         held: Returns all that a refused call must leave unchanged.
         before: Prepares each call, given the index of the function.
         again: Whether to raise also in the third call of every fourth function.

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder of shardmuon 
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
-_OF_OTHERS = ("testing", "commands", "foresight")  # no step runs code of these packages
+_OF_OTHERS = ("testing", "commands", "foresight")  # packages whose code runs in no step
 
 
 def _called(node: ast.AST | None) -> str:

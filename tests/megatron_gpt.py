@@ -37,7 +37,7 @@ def needs_megatron(test: Any) -> Any:
 def import_megatron() -> None:
     """Import Megatron-core without compiling anything, because loading the compiler takes seconds. Imported objects are
     excluded from garbage collection, which Megatron runs for each part of a checkpoint."""
-    # Importing Megatron replaces this function of torch.
+    # Importing Megatron replaces `_load_from_bytes` of torch.
     kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)
     with _quiet_import(), kept:
         for name in ("parallel_state", "models.gpt", "tensor_parallel"):

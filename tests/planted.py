@@ -355,7 +355,8 @@ class Fault:
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    also: set[str] = field(default_factory=set)  # findings that may be added, depending on the owners of matrices
+    # further findings that are allowed, depending on the owners of matrices
+    also: set[str] = field(default_factory=set)
     # The fault shows only in exact comparisons, or only with the products of `options`, so no other products are tried.
     exact: bool = False
     samples: int = 8
@@ -363,7 +364,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # The fault also changes the lengths of rows of an update.
+_LENGTH = ("wrong_matrix",)  # the finding if the rows of an update have wrong lengths
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -467,7 +468,7 @@ FAULTS = {
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
-        also={"update_differs", "scale_wrong"},  # possible if the second update has a similar direction
+        also={"update_differs", "scale_wrong"},  # allowed if the second update has a similar direction
     ),
     "weights of one replica": Fault(
         now(lambda job: job.params["b"].data.add_(1e-3), rank=1),
@@ -491,7 +492,7 @@ FAULTS = {
         {"wide"},
         "ddp",
         "the momentum on rank(s) 1",
-        # Replicas report the momentum of rank 0, so these findings appear if rank 1 owns the matrix.
+        # Replicas report the momentum of rank 0, so the update looks wrong if rank 1 owns the matrix.
         also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
@@ -644,7 +645,7 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # A rank that owns only one of these matrices cannot swap results.
+        # A rank that owns only one of the four matrices cannot swap results.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

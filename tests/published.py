@@ -106,7 +106,7 @@ def torchtitan_tokens() -> Interval:
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 
-# The function and the arguments that compute each figure, by its number.
+# The function and the arguments that compute each figure, by the number of the figure.
 COMPUTED: dict[str, tuple[Callable[..., Interval], tuple[Any, ...]]] = {
     "V1": (_over_adamw, ("kimi-k2", "shard=64 ep=64 pp=4", "gb300", 51 / 1029, 1051e12)),
     "V2": (_over_adamw, ("qwen3-30b-a3b", "shard=8 ep=8", "gb300", 35 / 686, 713e12)),

@@ -35,10 +35,10 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# These machines have hardly any network between pairs of ranks, or between single ranks, so that each replica
-# orthogonalizes all matrices itself.
+# PAIRS and APART are machines with hardly any network between pairs of ranks, or between single ranks, so that each
+# replica orthogonalizes all matrices itself.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# With this rate replicas share the work, because nothing else saves enough time.
+# With this latency between nodes replicas share the orthogonalization, because no other choice saves enough time.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
@@ -48,7 +48,7 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
     return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
 
 
-# In these layouts each replica orthogonalizes all matrices itself with the machine PAIRS.
+# layouts in which each replica orthogonalizes all matrices itself on the machine PAIRS
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
@@ -92,8 +92,8 @@ def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamL
 
 
 def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
-    """Return a layout in which each rank stores these intervals [start, stop) of a dim, one after another. Only for dim
-    0 may a rank have several intervals."""
+    """Return a layout in which each rank stores its intervals [start, stop) of a dim, one after another. Only for dim 0
+    may a rank have several intervals."""
     zeros = (0,) * len(view.shape)
 
     def box(start: int, stop: int) -> Box:
@@ -165,7 +165,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# The same views as options of a parameter group.
+# OPTIONS has the views of VIEWS as options of a parameter group.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -283,7 +283,6 @@ class SimulatedRanks:
         groups: Sequence[Mapping[str, Any]],
         rounding: Callable[[int], Mapping[int, Rounding]] = lambda rank: {},
     ) -> None:
-        """Make a step on all ranks."""
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]

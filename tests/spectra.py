@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Newton-Schulz variants are compared on these five spectra, given as (kind, rows, cols).
+# Newton-Schulz variants are compared on five spectra, given as (kind, rows, cols).
 SPECTRA = (
     ("gauss", 256, 1024),
     ("gauss", 256, 256),

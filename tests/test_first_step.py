@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.testing.pool import RankPool
 
-# This module of torch compiles functional optimizers with torch.jit.script, which warns.
+# Importing torch.distributed.optim compiles functional optimizers with torch.jit.script, which warns.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer

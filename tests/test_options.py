@@ -90,7 +90,7 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
 
 
 def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
-    """Default options in their place would silently undo heads, views and AdamW groups."""
+    """Filling in defaults for missing options would silently undo heads, views and AdamW groups."""
     theirs, mine = matrices(shapes=((8, 6), (6, 6))), matrices(shapes=((8, 6), (6, 6)))
     torchs = torch.optim.Muon([{"params": [theirs[0]]}, {"params": [theirs[1]]}], lr=0.1)
     run(torchs, theirs, [1])
@@ -238,7 +238,7 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], 
 
 # ---------------------------------------------------------------------------------------------- what is computed
 
-# Each value of adjust_lr_fn with its formula.
+# Formula of the scale for each value of adjust_lr_fn.
 SCALES: dict[Any, Callable[[int, int], float]] = {
     **dict.fromkeys(("original", None), lambda r, c: math.sqrt(max(1.0, r / c))),
     "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
@@ -524,7 +524,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 _NO_LR = 'needs lr: write lr=0.03 to train from scratch, AdamW\'s lr with adjust_lr_fn="match_rms_adamw" coming from'
 BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Muon(matrices()), TypeError, f"Muon {_NO_LR}"),
-    # Groups that are added later would have no lr.
+    # lr is required even if every group has one, because groups that are added later would have none.
     (lambda: Muon([{"params": matrices(), "lr": 0.1}]), TypeError, f"Muon {_NO_LR}"),
     (lambda: Muon(nn.Linear(3, 4)), TypeError, f"Muon {_NO_LR}"),
     (lambda: param_groups(nn.Linear(3, 4)), TypeError, f"param_groups {_NO_LR}"),

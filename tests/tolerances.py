@@ -36,7 +36,7 @@ from shardmuon.auditing.reference import relative_error
 
 Coefficients = Sequence[tuple[float, float, float]]
 
-# These coefficients of the default schedule are typed in to be independent of the package.
+# The coefficients of the default schedule are typed in to be independent of the package.
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 

@@ -228,7 +228,7 @@ FAULTS: dict[str, Fault] = {
         MemoryError,
     ),
 }
-# These faults apply to plain tensors that are replicated on several ranks.
+# REPLICA_FAULTS are for plain tensors that are replicated on several ranks.
 REPLICA_FAULTS: dict[str, Fault] = {
     "gradient of another shape": Fault(in_gradient(lambda g: g[:3]), r"rank \d: a\d+: its gradient .*\(3, 8\)"),
     "process group": Fault(_option("process_group", None), r"ranks? \d"),
@@ -293,7 +293,7 @@ SHARD_FAULTS: dict[str, Fault] = {
         for kind in ("plain", "replicated", "columns", "mesh", "cut")
     },
 }
-# These faults apply to matrices whose two dims are sharded over two mesh axes.
+# GRID_FAULTS are for matrices whose two dims are sharded over two mesh axes.
 GRID_FAULTS: dict[str, Fault] = {
     "gradient crossed": Fault(_put("crossed"), r"rows: .*ranks \[\d.* gradient that is placed unlike the parameter"),
     "momentum crossed": Fault(
@@ -301,8 +301,8 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# A new optimizer can report these faults only where a single set of ranks contains every rank, because before its first
-# vote it does not yet have the full list of connected ranks.
+# WHOLE_FAULTS are detected in a first step only where one set of ranks contains every rank, because an optimizer that
+# has not voted yet does not have the full list of connected ranks.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),
@@ -422,7 +422,7 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-# A first step must detect these faults, too, because they do not depend on optimizer state.
+# The faults in FRESH do not depend on optimizer state, so a first step must detect them, too.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
 # Each case has a layout, a call, the number of ranks, the faults, and the least number of faults that must be refused.
 CASES: list[tuple[str, str, int, list[Round], int]] = [

@@ -36,7 +36,6 @@ Groups = list[dict[str, Any]]
 
 
 def _mixed() -> Groups:
-    """Return groups with shards, replicas, matrices of a single rank and AdamW vectors."""
     cut, places = as_in("fsdp2"), {"process_group": dist.group.WORLD}
     shared = [Spec("shard", (7, 128), cut), Spec("replica", (6, 128))]
     return [
@@ -47,7 +46,6 @@ def _mixed() -> Groups:
 
 
 def _saved() -> Groups:
-    """Return groups with a DTensor, a tensor-parallel shard, a replica and an AdamW vector."""
     return [
         {"params": [Spec("shard", (7, 5), as_in("fsdp2")), Spec("replica", (4, 6))]},
         {"params": [Spec("cut", (6, 256), as_in("tp row"))], "tp_group": dist.group.WORLD, "process_group": ()},
@@ -158,7 +156,6 @@ class Calls(NamedTuple):
 
 
 def _calls(job: Job, what: str, folder: str) -> Calls:
-    """Prepare a job for a call, and return the call."""
     optimizer, numbers = job.optimizer, itertools.count()
     if what == "step":
         for seed in (1, 2):
@@ -171,7 +168,6 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
         optimizer.prepare()
         return Calls(
             job, optimizer.step, "step", None, lambda seed: optimizer.state.clear()
-        # Clearing the state makes each step allocate its momentum again.
         )
     if what == "plan":
         # The first call fills the caches, so that the functions of later calls do not depend on the order of the cases.
@@ -230,7 +226,8 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # These two calls change gradients before the last agreement, so their gradients are not compared.
+        # Unscaling and the second exchange of messages in clipping change gradients on purpose, so gradients are not
+        # compared.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # DCP turns every exception, interrupts included, into one of its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]

@@ -40,7 +40,7 @@ from shardmuon.testing import RankPool
 
 # There are 16 matrices with 4 owners, and each bucket has one matrix of each owner.
 NUM_BUCKETS = 4
-PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # The two time-outs are in seconds.
+PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds, and VICTIM is the rank that fails.
 
 
 def _job(layout: str) -> Job:

@@ -92,10 +92,11 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # ^Sums of at most 40 x 16 squares of a result of fifteen products with at most 40 terms each are rounded.
+            # The error is that of sums of at most 40 x 16 squares of a result of fifteen products, each with at most 40
+            # terms.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # ^Each side rounds ten operations, on steps of size lr.
+            # Each side rounds ten operations, on steps of size lr.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -128,7 +129,7 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # ^A tensor lr is rounded to fp32, so each of three steps adds a few roundings of a sum of |weight| and lr.
+        # A tensor lr is rounded to fp32, so each of three steps adds a few roundings of a sum of |weight| and lr.
         assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
 
 
@@ -273,7 +274,7 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # ^The launches are the decay, one addition for each of up to three scales in a bucket, and the cast of bf16 results
+    # The launches are the decay, one addition for each of up to three scales in a bucket, and the cast of bf16 results
     # to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11

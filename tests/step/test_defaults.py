@@ -69,7 +69,7 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ALONE, ids=str)
 def test_a_default_changes_no_bit_of_a_step(options: dict[str, Any]) -> None:
-    # Gradients near 1e-6 have quantization scales near 1e-7, which a default dtype of fp16 would round to zero.
+    # Gradients near 1e-6 have quantization scales below 1e-7, which fp16 cannot represent.
     for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0), (FP64, 1.0)):
         expected = _steps("float32", options, dtype, scale)
         for name in DEFAULTS:
@@ -98,8 +98,8 @@ def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
 @pytest.mark.parametrize("how", ["loaded", "found"])
 def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
-    """A checkpoint written under another default dtype can have such scales: the codes keep their values, and the next
-    scales are fp32."""
+    """A checkpoint written under another default dtype has scales of that dtype: the codes keep their values, and the
+    next scales are fp32."""
     found = []
     for change in (how, ""):
         w = nn.Parameter(normal(8, 256, seed=1))

@@ -36,7 +36,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (compare_with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (compare_with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its Muon with these options. All other names of scales are aliases of those tested here.
+    # TransformerEngine tests its Muon with the following options. All other names of scales are aliases of those tested
+    # here.
     (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (compare_with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (

@@ -35,8 +35,8 @@ def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, 
     assert world2.run(stepped_alone) == [fresh, fresh]
 
 
-# These layouts run on 4 ranks with both dtypes of products. The layouts in FEW run with one dtype only, because the
-# owners of matrices do not depend on how products are rounded.
+# The layouts in KINDS run on 4 ranks with both dtypes of products. The layouts in FEW run with one dtype only, because
+# the owners of matrices do not depend on how products are rounded.
 KINDS = (
     "fsdp2",
     "ddp",

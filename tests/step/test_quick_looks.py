@@ -100,7 +100,7 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# The error messages of these changes must match these patterns.
+# TOLD has patterns for the error messages of some changes.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",

@@ -125,7 +125,7 @@ class Sequence:
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
         made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
         for options in made:
-            # The constructor refuses these options in AdamW groups.
+            # The constructor refuses momentum and variant in AdamW groups.
             if not options["use_muon"]:
                 options.pop("momentum", None)
                 options.pop("variant", None)
@@ -222,7 +222,6 @@ class Sequence:
         }
         assert {*self.job.unlike_whole(self.now.named)} <= made
 
-    # The following methods are the events.
 
     def train(self, *, missing: bool = False, around: Callable[[], Any] | None = None) -> None:
         grads = self.backward(missing)
@@ -259,7 +258,7 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # The step had fewer operations than that, or was interrupted in torch's wrapper after its end.
+        # The step ended before the interrupt, or was interrupted in torch's wrapper after its end.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:

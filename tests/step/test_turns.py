@@ -84,7 +84,8 @@ def test_no_family_of_sets_waits_in_a_circle() -> None:
 
 
 def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_unlike_orders() -> None:
-    """A plan avoids this by placing all buckets of single ranks first."""
+    """A plan places all buckets of single ranks first, so that all ranks post the exchanges of a set in the same order.
+    """
     pair: list[Bucket] = [((0, 1), False)] * 3
     for at, in_order in ((0, True), (1, False), (2, False)):
         buckets: list[Bucket] = [*pair[:at], ((0,), False), *pair[at:]]
@@ -93,7 +94,7 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """Four real ranks once hung in this order."""
+    """Four real ranks once hung because a relay was posted after the next bucket."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]
 
