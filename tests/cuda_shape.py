@@ -67,7 +67,7 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
 class OnDevice(Tensor):
     """A tensor that reports the device cuda:0, with its values on the CPU."""
 
-    inner: Tensor  # the values on the CPU
+    inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnDevice:
@@ -317,7 +317,6 @@ def _opened(x: Any, empty: bool) -> Any:
 
 
 def _wrapped(x: Any, given: dict[int, OnDevice]) -> Any:
-    """Return the device tensor of a result: an argument that was returned, or a new wrapper."""
     if not isinstance(x, Tensor) or isinstance(x, FakeTensor):
         return x
     return given[id(x)] if id(x) in given else OnDevice(x)

@@ -97,7 +97,7 @@ GROUPS: Groups = [
     (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
-# Universal checkpoints do not support a flat buffer without any element on some ranks.
+# Universal checkpoints do not support a flat buffer without any element.
 JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 
@@ -130,7 +130,6 @@ class Case:
         return " ".join([*flags, *["zero.Init"] * self.zero_init, *["unnamed"] * (not self.named)])
 
     def written(self) -> dict[str, Any]:
-        """Return the configuration for DeepSpeed."""
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.accumulate,
@@ -283,7 +282,6 @@ class Job:
 
 @contextmanager
 def started(case: Case, **changed: Any) -> Iterator[Job]:
-    """Yield a job, and destroy its engine at the end."""
     with quiet() as deepspeed:
         job = Job(deepspeed, case, **changed)
         try:

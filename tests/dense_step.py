@@ -283,7 +283,7 @@ class Stores:
 def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
-    layout: str,  # of simulated ranks
+    layout: str,  # layout of the simulated ranks
     options: Sequence[Mapping[str, Any]],  # options that the parameters take in turn
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],  # dtypes of weight and gradient that the parameters take in turn
     *,

@@ -25,8 +25,8 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
-# Options and machine rates by number of ranks, for comparisons with one process. With replicas results are sent in two
-# exchanges.
+# Options and machine rates by number of ranks, for comparisons with one process. With the rates of SHARING, results
+# reach replicas in two exchanges.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -85,7 +85,6 @@ def digests_of(plan: Plan) -> dict[Ranks, str]:
 
 
 def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> None:
-    """Assert that each rank exchanged and orthogonalized in a step what its plan counts."""
     for traffic, plan in zip(traffics, plans, strict=True):
         assert plan.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
     sent, received = ([sum(plan.sides[which][at] for plan in plans) for at in (0, 1)] for which in (0, 1))
@@ -95,8 +94,11 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Return the comparisons of each rank, by reference: "dense", whose `about` is the plan and the messages per step,
-    and torch.optim.Muon on 4 ranks and, for every third layout, on 2 ranks."""
+    """Return the comparisons of a layout on each rank, by the name of the reference.
+
+    References are "dense", and torch.optim.Muon on 4 ranks and, for every third layout, on 2 ranks. For "dense",
+    `about` is the plan and the number of messages to other ranks per step.
+    """
     return get_pool(world).run(_comparisons, layout)
 
 

@@ -85,7 +85,6 @@ def alone() -> list[dict[str, Any]]:
 
 
 def layout_of(name: str) -> list[dict[str, Any]]:
-    """Return the groups of a layout by name."""
     if name in FAMILIES:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
@@ -105,7 +104,6 @@ class Job:
         self.optimizer = self.made(groups, **options)
 
     def made(self, groups: Sequence[dict[str, Any]], **options: Any) -> Muon:
-        """Return an optimizer over new parameters."""
         made = [{**group, "params": [self.parameter(spec) for spec in group["params"]]} for group in groups]
         return Muon(made, **{"lr": 0.02, "weight_decay": 0.1, **options})
 
@@ -195,7 +193,6 @@ def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Return the text of the ValueError that a call raises."""
     try:
         call()
     except ValueError as error:

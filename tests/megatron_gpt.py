@@ -151,7 +151,6 @@ def gpt(
 
 
 def optimizer_config(**options: Any) -> Any:
-    """Return an `OptimizerConfig` with defaults for these tests."""
     from megatron.core.optimizer import OptimizerConfig
 
     values = {"optimizer": "muon", "lr": 0.05, "min_lr": 0.005, "weight_decay": 0.1, "clip_grad": 1.0}
@@ -222,7 +221,6 @@ class Cut:
         return torch.cat([part[i] for i in range(self.stride) for part in blocks], self.dim)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole parameter."""
         if self.num_parts == 1:
             return whole
         return tensor_parallel_part(whole, self.group.rank(), self.num_parts, self.dim, self.stride)
@@ -314,7 +312,6 @@ class Job:
         return bool(self.optimizer.step()[0])
 
     def gradient(self, name: str, step: int) -> Tensor:
-        """Return the whole gradient of a parameter."""
         cut, shape = self.cuts[name], list(self.params[name].shape)
         shape[cut.dim] *= cut.num_parts
         of_rank = 1 + self.expert_rank if cut.is_expert else 0

@@ -82,7 +82,6 @@ class Job:
 
 
 def step_of(optimizer: Muon, samples: int = 8) -> AuditReport:
-    """Audit one step, and return its report."""
     check = audit(optimizer, samples)
     optimizer.step()
     return check.report
@@ -639,7 +638,6 @@ def caught_all(
 
 
 def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
-    """Check the reports of `caught` on all ranks."""
     fault = FAULTS[name]
     assert fault.layout == "single" or all(report == reports[0] for report in reports), "ranks disagree"
     for report in reports:

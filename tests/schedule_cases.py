@@ -43,7 +43,6 @@ CASES = {
 
 
 def _print(name: str) -> None:
-    """Print the table rows of a schedule."""
     import torch
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum

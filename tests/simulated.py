@@ -197,8 +197,8 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters, of which one in `every` also runs with the other dtype of products. Others need not,
-    because the owners of matrices do not depend on the dtype."""
+    """Return test parameters, of which one in `every` also runs with the other dtype of products. The owners of
+    matrices do not depend on the dtype, so the other rows run only once."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -208,14 +208,13 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # one for each parameter
+    groups: Sequence[Mapping[str, Any]],  # one group for each parameter
     chooser: Chooser = _AUTO,
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
     wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, as fp64 parameters would be
 ) -> Plan:
-    """Return the plan of parameters with these layouts."""
     how = replace(chooser, device=device)
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
@@ -243,7 +242,6 @@ def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
 
 
 def group_of(**options: Any) -> dict[str, Any]:
-    """Return a parameter group with these options."""
     (group,) = Muon([torch.ones(2, 2).requires_grad_()], **{"lr": 0.05, **options}).param_groups
     return group
 
@@ -351,7 +349,6 @@ class SimulatedExchange:
         self._sent: dict[int, list[tuple[Tensor, ...]]] = {rank: [] for rank in ranks}
 
     def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimpleNamespace:
-        """Stand in for `shardmuon.comm.groups.start`."""
         self._sent[rank].append(send.split(list(send_splits)))
         number = len(self._sent[rank]) - 1
 

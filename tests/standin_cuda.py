@@ -17,12 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 
 def _nothing(*args: Any, **kwargs: Any) -> mock.MagicMock:
-    """Make a mock stream or event, which accepts any call and waits for nothing."""
     return mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
 
 
 def _on_cpu(device: object) -> object:
-    """Return the CPU for a CUDA device or its index, and any other value unchanged."""
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         return device
     return "cpu" if isinstance(device, int) or str(device).startswith("cuda") else device

@@ -87,8 +87,8 @@ def _bytes(tensor: Tensor) -> Tensor:  # (elements, bytes)
 
 
 def assert_rounded(
-    found: Any,  # a tensor or a number
-    expected: Any,  # the exact value, or a rounded one
+    found: Any,
+    expected: Any,
     *,
     roundings: float,
     dtype: torch.dtype | None = None,

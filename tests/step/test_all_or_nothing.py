@@ -1,4 +1,5 @@
-"""Faults on one rank are raised on all ranks that share parameters with it, and leave parameters and state unchanged.
+"""A fault on one rank raises an error on all ranks that share parameters with that rank, and leaves parameters and
+state unchanged.
 
 Each fault changes something on one rank before all ranks make a call; afterwards the next step must have the bits of a
 twin that never made the failed call.
@@ -301,8 +302,8 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# WHOLE_FAULTS are detected in a first step only where one set of ranks contains every rank, because an optimizer that
-# has not voted yet does not have the full list of connected ranks.
+# WHOLE_FAULTS replace the optimizer. A new optimizer has not voted yet, so it finds all connected ranks only in layouts
+# where one set of ranks contains every rank.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),
@@ -357,7 +358,7 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
             CALLS[call].call(job)
         except BaseException as refused:
             kind, text = type(refused).__name__, str(refused)
-            # Reading an AdamW group fills in its default options, so differences in these options are expected.
+            # Reading an AdamW group fills in its default options, so its keys for these options may differ.
             wrong = [f"refused: {key}" for key in unlike(before, job.held()) if not key.endswith(OF_ADAMW)]
         else:
             CALLS[call].call(twin)

@@ -147,7 +147,8 @@ class Calls(NamedTuple):
     between: Callable[[int], object]
 
     def before(self, at: int) -> None:
-        """Prepare the job for its next call, and let one call in every `HEALTHY` succeed first."""
+        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step first.
+        """
         if not at % HEALTHY:
             self.between(at)
             self.call()
@@ -209,7 +210,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # Exceptions are raised up to the last exchange of messages.
+    # No function is named "_none", so exceptions are raised up to the last exchange of messages.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
@@ -226,8 +227,8 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # Unscaling and the second exchange of messages in clipping change gradients on purpose, so gradients are not
-        # compared.
+        # A refused unscaling requires new gradients, and clipping may redistribute a gradient before its second
+        # exchange of messages, so gradients are not compared.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # DCP turns every exception, interrupts included, into one of its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]

@@ -113,10 +113,11 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# The rank fails in its second bucket, and the two numbers are the first and last phase in which another rank may
-# notice. The first is the oldest exchange that the dead rank may have left half sent, or the first one that another
-# rank starts after the failure; the last is the wait for the first exchange that the dead rank never started. In
-# "relay" the dead rank has its own results and has sent none of them on to the other replica.
+# In each case the rank fails in its second bucket. The arguments of `_in_turns` are the first and the last phase in
+# which another rank may notice the failure. The first is the oldest exchange that the dead rank may have left half
+# sent, or the first one that another rank starts after the failure; the last is the wait for the first exchange that
+# the dead rank never started. In "relay" the dead rank has its own results and has sent none of them on to the other
+# replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),

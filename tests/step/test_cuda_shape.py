@@ -283,9 +283,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
-# Launches that a variant adds to a steady step of one rank, for 4 matrices of 4 shapes and for 16 matrices of the same
-# shapes. Each matrix is summed by its own launch, so that its bits do not depend on other matrices; all other
-# operations run on batches or lists.
+# The most launches that a variant may add to a steady step of one rank, for 4 matrices of 4 shapes and for 16 matrices
+# of the same shapes. Each matrix is summed by its own launch, so that its bits do not depend on other matrices; all
+# other operations run on batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 

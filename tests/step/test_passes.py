@@ -56,7 +56,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Return the passes over one matrix in a second step, without matrix products."""
+    """Count the passes over a matrix in a second step, except matrix products."""
     job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
     job.step(1)
     with Passes(rows * cols) as passes:

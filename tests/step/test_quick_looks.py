@@ -28,7 +28,6 @@ Change = Callable[[Job], object]
 
 
 def _job(storage: dict[str, Any]) -> Job:
-    """Return a job with three matrices and three vectors after one step, with gradients for the next one."""
     matrices, vectors = (
         [Spec(f"{kind}{at}", shape) for at in range(3)] for kind, shape in (("m", (6, 8)), ("v", (5,)))
     )

@@ -132,7 +132,6 @@ class Sequence:
         return made
 
     def _take(self, **changed: Any) -> None:
-        """Make a new job of the current groups."""
         groups = [*self.now.groups, *self.now.away]
         self.job = Job(self._here(groups, **changed), **self.stored)
         for group in self.now.away:
@@ -200,7 +199,6 @@ class Sequence:
         return grads
 
     def stepped(self, grads: dict[str, Tensor]) -> None:
-        """Make the same step in the reference."""
         self.job.optimizer.zero_grad()
         quiet = whole(self._here(self.now.groups), **self.stored)
         for p, spec in quiet.specs.items():
