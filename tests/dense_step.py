@@ -165,7 +165,6 @@ class _Param:
         return out[0].to(wire)
 
     def _kept(self, stage: Any) -> list[Tensor]:
-        """Return views of a stage's state, one for each matrix."""
         sizes = [stage.num_kept(*at.shape) for at in self._elements]
         stacked = self.weight.shape[0] if self._num_rows == 2 else 1
         if stage.key not in self.state:

@@ -171,7 +171,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
             job, optimizer.step, "step", None, lambda seed: optimizer.state.clear()
         )
     if what == "plan":
-        # The first call fills the caches, so that the functions of later calls do not depend on the order of the cases.
+        # The first call fills the caches, because cached functions do not run again in later calls.
         optimizer.prepare()
         return Calls(job, optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
