@@ -98,8 +98,8 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
     return [name for name, t in expected.items() if not torch.equal(found[name], t)]
 
 
-# With offload_to_cpu=True (the default) FSDP1 of torch 2.13 copies nothing on CPUs, and the gathered tensors of one
-# kind of state share the memory of the last one, with any optimizer.
+# With offload_to_cpu=True (the default) FSDP1 of torch 2.13 copies nothing on CPUs, so the gathered tensors of all
+# kinds of state share the memory of the last kind, with any optimizer.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

@@ -147,7 +147,8 @@ Tensors = Sequence[Tensor]
 
 
 def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int | None = None) -> Plant:
-    """Return a fault that damages the input of the orthogonalization, gradients or momentum after a momentum update."""
+    """Return a fault that damages, after a momentum update, the input of the orthogonalization, the gradients or the
+    momentum."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         real = update.momentum_

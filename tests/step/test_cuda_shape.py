@@ -264,8 +264,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     """The memory bound counts buffers of one owner's part of a bucket (32 MiB).
 
     Two buffers are for exchanges, and three for the iterate before and after a product and for the transposed result;
-    the Gram form needs another one, because it computes in fp32. The bound adds one fp32 temporary of momentum or
-    update, which has at most 2^24 elements.
+    the Gram form needs another one for its m x m matrices and other fp32 tensors. The bound adds one fp32 temporary of
+    momentum or update, which has at most 2^24 elements.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []

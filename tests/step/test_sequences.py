@@ -160,8 +160,8 @@ class Sequence:
     def _concerned(self, *, anew: bool = False) -> bool:
         """Draw a random subset of ranks, and return True if this rank is in the subset.
 
-        A new optimizer (`anew`) in a chain of ranks is drawn on every rank, because it has not voted yet and no set
-        contains all ranks.
+        With `anew` every rank of a chain is drawn, because a new optimizer has not voted yet and no set contains all
+        ranks.
         """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
@@ -301,7 +301,8 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # State without a variant is refused by a group that has one, so that no variant ends silently.
+                # A group with a variant refuses state that was saved without one, so that a variant never ends
+                # silently.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
