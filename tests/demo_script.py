@@ -1,4 +1,4 @@
-"""Imports scripts of examples/ as modules, without adding their folder to sys.path, where other scripts could hide
+"""Imports scripts of examples/ as modules without adding the folder to sys.path, where its other files could shadow
 libraries.
 """
 

@@ -271,8 +271,8 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Raise an exception in each function in `known`, in one call of all ranks for each. Kinds of exceptions and ranks
-    alternate.
+    """Raise an exception in each function in `known`, one function in each call, with varying kinds of exceptions and
+    ranks.
 
     Args:
         call: The call, which enters `begin` before the functions.

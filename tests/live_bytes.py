@@ -2,8 +2,8 @@
 
 [Note: tensors that gloo still holds]
     gloo's thread reports the end of a collective before it frees its tensors, so on a busy machine the next step may
-    count them, as on two idle cores after one in seven of 300 waits. Here gloo gets copies that are not counted, and
-    each exchange ends where it begins, so that the count does not depend on timing.
+    count them (after one in seven of 300 waits, measured on two idle cores). Here gloo gets copies that are not
+    counted, and each exchange ends where it begins, so that the count does not depend on timing.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def megatron(**sizes: int) -> Iterator[None]:
         new_group = dist.new_group
         with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
             parallel_state.initialize_model_parallel(**sizes)
-        # The generators of the tracker would be on GPUs.
+        # The random generators that the tracker forks are on GPUs.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
         try:
             yield
@@ -328,7 +328,7 @@ class Job:
 
 
 class Dense:
-    """The whole parameters in this process, in the groups of Megatron's optimizers."""
+    """A dense copy of the parameters in this process, in the groups of Megatron's optimizers."""
 
     def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
         self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}

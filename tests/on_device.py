@@ -59,7 +59,7 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
         return
     torch.cuda.synchronize()
     try:
-        # torch warns once that this mode is a prototype.
+        # torch warns once that its synchronization debug mode is a prototype.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
             torch.cuda.set_sync_debug_mode("error")

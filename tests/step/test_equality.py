@@ -149,8 +149,8 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
 
 @on_ranks(2)
 def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
-    """This is a negative control: on one rank the results of products are rounded to fp16, but not in its dense
-    reference."""
+    """This is a negative control: the results of products are rounded to fp16 on one rank, but not in the dense
+    reference on that rank."""
     init, sharded = Products.__init__, [False]
     step = Muon.step
 

@@ -77,7 +77,8 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
-    # Of the 28 calls per matrix 16 are not for products, which take some 500 calls per batch of 64 matrices.
+    # Of the 28 calls per matrix, 16 are overhead; the others are for products, which take some 500 calls per batch of
+    # 64 matrices.
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
