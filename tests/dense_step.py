@@ -283,8 +283,9 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # options that the parameters take in turn
-    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],  # dtypes of weight and gradient that the parameters take in turn
+    options: Sequence[Mapping[str, Any]],  # options that the parameters cycle through
+    # dtypes of weight and gradient that the parameters cycle through
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
     copies: int = 1,  # number of parameters for each view
     lr: Callable[[float], Any] = float,

@@ -81,7 +81,7 @@ class Case(NamedTuple):
         holder, name, calls: The rank fails after `calls` calls of the function `name` of `holder`; with 0, instead of
             the first call.
         says: A pattern of the errors of the other ranks.
-        own: A pattern of the error of the failing rank itself, if its process goes on.
+        own: A pattern of the error of the failing rank itself, if its process continues.
     """
 
     layout: str
@@ -217,7 +217,7 @@ def main(rank: int, name: str, store: str) -> None:
     Path(f"{store}.{rank}.part").write_bytes(pickle.dumps((seen, job.optimizer.broken)))
     Path(f"{store}.{rank}.part").rename(f"{store}.{rank}")
     if case.own:
-        # A process that goes on keeps its connections open, so the other ranks must hit the time-out.
+        # A process that continues must keep its connections open, so that the other ranks run into the time-out.
         _wait_for_all(store)
     if name == "is late":
         twin = _job(case.layout)
@@ -247,9 +247,10 @@ _SCRIPT = "import sys\nfrom test_broken_off import main\nmain(int(sys.argv[1]), 
 @pytest.mark.apart
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
-    """The other ranks fail at once if a process has died, and after the time-out of the group if it goes on. After a
-    death in the middle of an exchange gloo may also report the failure to some ranks only after the time-out. A rank
-    that exchanges nothing with the failing rank completes the step, and its next vote reports the missing rank."""
+    """The other ranks fail at once if a process has died, and after the time-out of the group if the process of the
+    failed rank continues. After a death in the middle of an exchange gloo may also report the failure to some ranks
+    only after the time-out. A rank that exchanges nothing with the failing rank completes the step, and its next vote
+    reports the missing rank."""
     case, store = CASES[name], str(tmp_path / "store")
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
     assert all(err == "" or code for code, _, err in ended), ended

@@ -48,8 +48,8 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Options of the optimizer, and pairs of dtypes (of the weight and of the gradient) that the parameters take in
-    turn."""
+    """Options of the optimizer, and the pairs of dtypes (of the weight and of the gradient) that the parameters cycle
+    through."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
