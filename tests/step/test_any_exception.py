@@ -147,8 +147,7 @@ class Calls(NamedTuple):
     between: Callable[[int], object]
 
     def before(self, at: int) -> None:
-        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step first.
-        """
+        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step first."""
         if not at % HEALTHY:
             self.between(at)
             self.call()
@@ -167,9 +166,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
     job.set_gradients(1)
     if what == "first step":
         optimizer.prepare()
-        return Calls(
-            job, optimizer.step, "step", None, lambda seed: optimizer.state.clear()
-        )
+        return Calls(job, optimizer.step, "step", None, lambda seed: optimizer.state.clear())
     if what == "plan":
         # The first call fills the caches, because cached functions do not run again in later calls.
         optimizer.prepare()

@@ -176,7 +176,6 @@ class Sequence:
         stale = {*KEPT_KEYS} - {stage.key for stage in keeping(stages_of(options))}
         return {key: value for key, value in known.items() if key not in stale}
 
-
     def backward(self, missing: bool = False) -> dict[str, Tensor]:
         """Set the gradients of the job, and return them as whole tensors."""
         self.batch += 1
@@ -219,7 +218,6 @@ class Sequence:
             if key not in self.now.named[name] and not local_if_any(value).any()
         }
         assert {*self.job.unlike_whole(self.now.named)} <= made
-
 
     def train(self, *, missing: bool = False, around: Callable[[], Any] | None = None) -> None:
         grads = self.backward(missing)
