@@ -25,7 +25,7 @@ def _called(node: ast.AST | None) -> str:
 
 
 def kept_by(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of a module that outlive a call: containers, caches, and names that a `global` statement rebinds."""
+    """Yield names of a module that outlive a call: containers, caches, and names rebound by a `global` statement."""
     for node in [
         *tree.body,
         *(inner for found in tree.body if isinstance(found, ast.ClassDef) for inner in found.body),

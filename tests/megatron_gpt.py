@@ -168,7 +168,7 @@ def clean(name: str) -> str:
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of model chunks by name, where a second parameter of one name is name#1, as in the adapter."""
+    """Return the parameters of model chunks by name, where the second of one name is name#1, as in the adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():

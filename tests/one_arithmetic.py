@@ -36,7 +36,7 @@ def drawn() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
 
 
 def stepped_alone(apart: bool = False) -> dict[str, str]:
-    """Return digests of the weights after steps in one process; with `apart` each matrix has an optimizer of its own."""
+    """Return digests of the weights after steps in one process; with `apart` each matrix has its own optimizer."""
     full, grads = drawn()
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     together = [[pair] for pair in params.items()] if apart else [list(params.items())]

@@ -42,7 +42,7 @@ _parent: list[subprocess.Popen[str]] = []  # the process that forks ranks, or no
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Run a script on each rank with its rank and the arguments in `sys.argv`, and return exit codes and both outputs."""
+    """Run a script on each rank, with its rank and the arguments in `sys.argv`. Returns exit codes and both outputs."""
     if not _parent:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}

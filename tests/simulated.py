@@ -127,7 +127,7 @@ def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLa
 
 
 def unlike_replicas(view: MatrixView) -> ParamLayout:
-    """Return a layout of three parts of the rows, which two or three of four ranks store, in a different order on each."""
+    """Return a layout of three row blocks, each stored by two or three of four ranks in different orders."""
     cuts = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
     orders = (0, 1), (2, 1), (0, 2), (2, 0, 1)
     return along(view, 0, {rank: [(cuts[i], cuts[i + 1]) for i in of] for rank, of in enumerate(orders)})

@@ -147,7 +147,7 @@ class Calls(NamedTuple):
     between: Callable[[int], object]
 
     def before(self, at: int) -> None:
-        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step first."""
+        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step."""
         if not at % HEALTHY:
             self.between(at)
             self.call()

@@ -131,8 +131,7 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `compare_with_dense` sets the method to "standard"; "auto" would assign owners by the cost of the methods that it
-        # chooses.
+        # `compare_with_dense` sets the method to "standard"; "auto" would assign owners by the cost of its choices.
     )
     return found.traffic.bytes_sent
 

@@ -1,4 +1,4 @@
-"""Overhead of a step in kernel launches and Python calls, which unlike times do not depend on the load of the machine."""
+"""Overhead of a step in kernel launches and Python calls, which do not depend on the load of the machine."""
 
 from __future__ import annotations
 

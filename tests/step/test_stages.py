@@ -46,7 +46,7 @@ JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in 
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a group with a variant, without weight decay if the variant keeps the norm of the weights."""
+    """Return the options of a group with a variant, without weight decay if the variant keeps the norm of weights."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 

@@ -1,4 +1,4 @@
-"""Steps of `Muon` on real ranks: the process groups of exchanges, deep copies of optimizers, and the dtypes of buckets."""
+"""Steps of `Muon` on real ranks: process groups of exchanges, deep copies of optimizers, and dtypes of buckets."""
 
 from __future__ import annotations
 

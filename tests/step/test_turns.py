@@ -67,7 +67,7 @@ def _family(draw: random.Random) -> list[Bucket]:
 
 
 def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:
-    """Return True if the ranks of each set post the exchanges of the set in the same order, as process groups require."""
+    """Return True if all ranks of a set post its exchanges in the same order, as process groups require."""
     return all(
         len({tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}) == 1
         for ranks in {of_bucket for of_bucket, _ in buckets}
@@ -83,7 +83,7 @@ def test_no_family_of_sets_waits_in_a_circle() -> None:
 
 
 def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_unlike_orders() -> None:
-    """A plan places all buckets of single ranks first, so that all ranks post the exchanges of a set in the same order."""
+    """A plan places all buckets of single ranks first, so that all ranks post exchanges of a set in the same order."""
     pair: list[Bucket] = [((0, 1), False)] * 3
     for at, in_order in ((0, True), (1, False), (2, False)):
         buckets: list[Bucket] = [*pair[:at], ((0,), False), *pair[at:]]
