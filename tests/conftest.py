@@ -1,10 +1,9 @@
-"""Ranks for every test, the arithmetic they run in, and the settings that keep tests equal from run to run.
+"""Pools of ranks, the default dtype of products, and settings that make test runs reproducible.
 
 [Note: two arithmetics]
-    Where the CPU multiplies bf16 matrices in hardware, products are bf16 by default, as on GPUs; elsewhere they are
-    fp32. A test of numbers states its arithmetic or holds for both. `--arithmetic` chooses, through the switch that
-    CONTRIBUTING.md describes; ranks inherit it. `--both-arithmetics` runs all tests in the machine's own, and those
-    marked `numeric` in the other, too, and shares them out to processes, see `_Shared`.
+    CPUs with hardware for bf16 products use bf16 products by default, like GPUs, and other CPUs use fp32.
+    `--arithmetic` selects the default for a run, ranks included, and `--both-arithmetics` runs the tests marked
+    `numeric` with both, in several processes (see `_Shared`).
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
 
-torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit
+# Ranks also use one thread, and one process is compared bit for bit with them.
+torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
 
-# Modules whose numbers depend on the default products. Single tests of others carry the mark themselves, and those of
-# these that name the dtype of their products carry "stated". What only compares bits of two ways through the same
-# products (every framework's partitions) is proven once.
+# The numbers in these modules depend on the default dtype of products. Single tests of other modules are marked
+# `numeric`, and tests of these modules that fix the dtype of products are marked `stated`. Tests that only compare the
+# bits of two runs with the same products need no second run.
 NUMERIC = {
     "test_auto",
     "test_docs",
@@ -41,7 +41,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Modules whose ranks import a package that no other test does. With all that use DeepSpeed's pools they run apart.
+# Only the ranks of these modules import a framework, so they run in a process of their own, with all tests that use
+# DeepSpeed pools.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -53,7 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
-    own = cpu_has_bf16_matmul.__wrapped__()  # not remembered yet
+    # The result must not be cached before the environment variable is set.
+    own = cpu_has_bf16_matmul.__wrapped__()
     if wanted != "own":
         os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
     if config.getoption("--both-arithmetics"):
@@ -70,17 +72,16 @@ def _name(bf16: bool) -> str:
 
 
 class _Shared:
-    """The tests of one session in several processes, so that two cores are busy to the end.
+    """Runs the tests of a session in several processes, which keep two cores busy to the end.
 
-    Files lie in a queue, those with ranks before the others. This process takes them one by one, and so does a fork of
-    it, after the tests that start ranks of their own and mostly wait. Frameworks, whose ranks no other test uses, have
-    a fork of their own; the other arithmetic is a new process. What they say stands before the closing line, and their
-    failures count.
+    This process and a fork take files from a shared queue, those with ranks first. Tests of frameworks run in another
+    fork, and numeric tests with the other dtype of products in a new process. The logs of these processes are printed
+    before the last line, and their failures count.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
-        self._beside: dict[str, int] = {}  # name -> process
+        self._beside: dict[str, int] = {}  # maps a name to a process id
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -90,7 +91,8 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        taken, left = os.pipe()  # numbers of units, two bytes each: a read takes one whole
+        # The pipe has indices of units as two bytes each, so that each read takes one whole index.
+        taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
         queue = (list(units.values())[int.from_bytes(number, "big")] for number in iter(lambda: os.read(taken, 2), b""))
@@ -107,16 +109,18 @@ class _Shared:
         return _run(session, queue)
 
     def _become_other(self, other: str, items: list[pytest.Item]) -> NoReturn:
-        """Run the tests in the other arithmetic: a process that knows this one's cannot."""
+        """Replace this process by a new one that runs the tests with the other dtype of products, which is cached per
+        process."""
         args = self._config.args
-        if not any("::" in arg for arg in args):  # it imports no other files
+        # Without single tests among the arguments only the files of the numeric tests are imported.
+        if not any("::" in arg for arg in args):
             args = list(dict.fromkeys(str(item.path) for item in items))
         os.chdir(self._config.invocation_params.dir)
         command = [sys.executable, "-m", "pytest", "-m", "numeric", "--arithmetic", other, "-p", "no:cacheprovider"]
         os.execv(sys.executable, [*command, *args])
 
     def _forked(self, name: str) -> bool:
-        """True in the new process, whose output goes to a log."""
+        """Fork, and return True in the new process, whose output goes to a log file."""
         reporter: Any = self._config.pluginmanager.getplugin("terminalreporter")
         reporter.flush()
         process = os.fork()
@@ -125,14 +129,16 @@ class _Shared:
             return False
         self._beside.clear()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        capture.stop_global_capturing()  # its file is the parent's
+        # The capture file belongs to the parent process.
+        capture.stop_global_capturing()
         with (self._folder / name).open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         capture.start_global_capturing()
         capture.suspend_global_capture()
         if self._config.pluginmanager.hasplugin("lfplugin"):
-            self._config.pluginmanager.unregister(name="lfplugin")  # the parent remembers its own failures
+            # Only the parent process records which of its tests failed last.
+            self._config.pluginmanager.unregister(name="lfplugin")
         return True
 
     @pytest.hookimpl(tryfirst=True)
@@ -144,7 +150,8 @@ class _Shared:
                 os.kill(process, signal.SIGTERM)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
-                where = (f"{name}, see above", None, "")  # the closing line says so
+                # The last line of the session shows this text.
+                where = (f"{name}, see above", None, "")
                 report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
                 reporter.stats.setdefault("error", []).append(report)
 
@@ -155,7 +162,8 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """A mark by which a test runs beside others; its file, or all files that share what is compared on all layouts."""
+    """Return the key by which tests are grouped into units: a mark, or the file, or "every_layout" for all files that
+    share the comparisons of `every_layout.py`."""
     for mark in ("framework", "apart"):
         if _has(item, mark):
             return mark
@@ -163,7 +171,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of units, and read a unit only when it is its turn: fixtures end when nobody needs them next."""
+    """Run the tests of units. Each unit is read from the iterator only before its first test, so that fixtures are
+    closed when the next test does not use them."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -186,7 +195,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _preload(items: list[pytest.Item]) -> None:
-    """Have the modules of these tests imported before ranks are forked, which find their functions there."""
+    """Import the modules of these tests before ranks are forked, so that ranks need not import them again."""
     for module in dict.fromkeys(item.path.stem for item in items if _has(item, "ranks")):
         RankPool.preload(module)
     if items and all(_has(item, "framework") for item in items):
@@ -199,7 +208,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _on_ranks(item: pytest.Item) -> bool:
-    """True if a fixture (`world2`, ..) or the test itself calls for ranks."""
+    """Return True if a fixture (`world2`, ..) of the test, or the test itself, starts ranks."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
     pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
     return any(pools) or not {"get_pool", "compared"}.isdisjoint(called)
@@ -214,8 +223,11 @@ def _has(item: pytest.Item, mark: str) -> bool:
 
 
 class DeepSpeedPools(dict[int, RankPool]):
-    """number of ranks -> ranks that only tests of DeepSpeed use: it sets environment variables and keeps the process
-    group. They are started when they are first asked for, and shared, since each of them imports DeepSpeed."""
+    """Pools of ranks for tests of DeepSpeed, by number of ranks.
+
+    Other tests do not share these ranks, because DeepSpeed sets environment variables and keeps the process group. A
+    pool starts on its first use, and its ranks import DeepSpeed only once.
+    """
 
     def __missing__(self, num_ranks: int) -> RankPool:
         self[num_ranks] = RankPool(num_ranks, timeout=120.0)
@@ -231,7 +243,7 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# Shared ranks. A module holds on to its own, and lets go of them for others.
+# The ranks are shared by all tests. A module keeps its pool until another size is needed.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: get_pool(num)) for num in (2, 3, 4, 8)
 )

@@ -1,8 +1,7 @@
-"""A CUDA device that computes on the CPU: tensors say cuda:0, their data lies on the CPU, so values are right.
+"""A simulated CUDA device whose tensors report the device cuda:0 and are computed on the CPU.
 
-`CudaShape` is the mode that carries every operation out. It refuses what CUDA or NCCL would refuse, and records what
-costs time there: kernel launches, waits of the host for the device, copies to the device. It knows nothing of streams:
-what runs in the wrong order on a real device runs in the right one here.
+The mode `CudaShape` refuses what CUDA or NCCL would refuse, and records kernel launches, waits of the host and copies
+to the device; streams are not simulated, so a wrong order of streams goes unnoticed.
 """
 
 from __future__ import annotations
@@ -34,23 +33,27 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# They make a tensor or a view and run nothing.
+# The operations in _FREE make a tensor or a view without launching a kernel.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
-_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of two devices
-# Functions of a step, by whose names launches are counted.
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # operations that may have tensors of two devices
+# Launches are counted by the functions in _PHASES, which are parts of a step.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
 class Refused(RuntimeError):
-    """CUDA or NCCL would refuse this, wait for it, or take a wide copy of a matrix for it."""
+    """An operation that CUDA or NCCL would refuse, that would wait where waits are forbidden, or that would make a wide
+    copy of a matrix."""
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
-    """The kernels of an operation. One on lists is a launch if all tensors are dense, of one dtype in a list (in all
-    lists, copies aside), and each has the sizes and strides of its partners in the other lists; else torch falls back
-    to one launch a tensor. That it cuts long lists into several launches is not counted."""
+    """Return the number of kernels that an operation launches.
+
+    A foreach operation is one launch if all tensors are dense, each list has a single dtype (all lists the same one,
+    except for copies), and tensors at the same index have equal sizes and strides; otherwise torch launches one kernel
+    per tensor. Long lists, which torch splits into several launches, count as one.
+    """
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     if not name.startswith("_foreach") or not lists:
         return 1
@@ -62,9 +65,9 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
 
 
 class OnDevice(Tensor):
-    """A tensor that says cuda:0."""
+    """A tensor that reports the device cuda:0, with its values on the CPU."""
 
-    inner: Tensor  # where its values are
+    inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnDevice:
@@ -73,7 +76,8 @@ class OnDevice(Tensor):
         made.inner = inner
         return made
 
-    def untyped_storage(self) -> Any:  # its address tells views of one memory
+    # The address of the storage shows which tensors are views of the same memory.
+    def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
     def data_ptr(self) -> int:
@@ -85,21 +89,22 @@ class OnDevice(Tensor):
 
 
 class CudaShape(TorchDispatchMode):
-    """The mode. Enter it, move tensors with `.to("cuda:0")`, step.
+    """A mode that simulates a CUDA device: enter it, move tensors with `.to("cuda:0")`, and step.
 
     Attributes:
-        launches: Kernels by the function of a step that asked.
-        waits: What the host waited for, and the line that asked.
-        uploads: Lines that copied from the CPU's memory.
+        launches: Number of kernels by the function of a step that launched them.
+        waits: What the host waited for, and the line of code that made it wait.
+        uploads: Lines of code that copied from CPU memory to the device.
     """
 
     def __init__(self, *, ranks: int = 1, values: bool = True) -> None:
-        """
+        """Configure the mode, which takes effect when it is entered.
+
         Args:
-            ranks: Of how many this process is the first, if the others do not exist. They agree to all that it says,
-                and nothing comes from them.
-            values: False: what is made on the device has a shape and no values, where counts alone are asked for and
-                sizes are real. What is copied there keeps its values.
+            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist,
+                agree to every vote and send nothing.
+            values: If False, tensors made on the device have shapes but no values, for counts at real sizes. Tensors
+                that are copied to the device keep their values.
         """
         super().__init__()
         self._ranks, self._values = ranks, values
@@ -107,20 +112,22 @@ class CudaShape(TorchDispatchMode):
         self.waits: list[str] = []
         self.uploads: list[str] = []
         self._pinned: set[int] = set()
-        self._sync_mode = "default"  # "error" and "capture" refuse waits
+        # In "error" and "capture" mode waits are refused.
+        self._sync_mode = "default"
         self._patches = contextlib.ExitStack()
 
     def clear(self) -> None:
-        """Record from here."""
         for record in (self.launches, self.waits, self.uploads):
             record.clear()
 
     # ------------------------------------------------------------------------------------------- what is replaced
 
     def __enter__(self) -> CudaShape:
-        # C++ code that sets the device fails on a CPU build, which has no guard for CUDA: it gets meta's, an empty one
+        # A CPU build of torch has no device guard for CUDA, so C++ code that sets the device would fail. The guard of
+        # the meta device, which does nothing, takes its place.
         guards = (ctypes.c_void_p * 22).in_dll(_C10, "_ZN3c104impl26device_guard_impl_registryE")
-        self._patches.callback(guards.__setitem__, 1, guards[1])  # 1 is CUDA, 14 is meta: c10::DeviceType
+        # In c10::DeviceType 1 is CUDA and 14 is meta.
+        self._patches.callback(guards.__setitem__, 1, guards[1])
         guards[1] = guards[1] or guards[14]
         enter = self._patches.enter_context
         cuda: dict[str, Any] = {
@@ -136,7 +143,8 @@ class CudaShape(TorchDispatchMode):
             "synchronize": lambda *args: self._wait("synchronize"),
             "Event": lambda **options: mock.Mock(spec=["record", "query"], query=self._query),
             "current_stream": lambda *args: None,
-            "CUDAGraph": mock.Mock,  # of which only the capture is real: nothing is replayed
+            # A CUDA graph is captured but not replayed.
+            "CUDAGraph": mock.Mock,
             "graph": self._capture,
             "set_sync_debug_mode": lambda mode: setattr(self, "_sync_mode", mode),
         }
@@ -165,7 +173,7 @@ class CudaShape(TorchDispatchMode):
             self._sync_mode = "default"
 
     def _query(self) -> bool:
-        """Answer for an event. Everything is done at once here, so it is always over."""
+        """Answer a query of an event: True, because all work of the simulated device is done at once."""
         if self._sync_mode == "capture":
             raise Refused("an event is asked while a graph is captured: CUDA ends the capture with an error")
         return True
@@ -174,10 +182,12 @@ class CudaShape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back with its local tensors
+            # DTensor calls the operation again with its local tensors.
+            return NotImplemented
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(issubclass(t, FakeTensor) for t in types):  # torch asks for shapes alone
+        # torch runs operations on fake tensors only for their shapes.
+        if any(issubclass(t, FakeTensor) for t in types):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, tensors, args, kwargs)
@@ -197,31 +207,35 @@ class CudaShape(TorchDispatchMode):
         return tree_map(lambda x: _wrapped(x, given), out) if on_device else out
 
     def _carried_out(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
-        """Run an operation on the tensors that have the values. Without values of one, all are shapes alone."""
+        """Run an operation on the inner tensors. If one of them has no values, all of them become meta tensors."""
         found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
             return torch.ones((), dtype=args[0].dtype).item()
-        if empty and not on_device:  # the host gets what lies on the device
+        # The host reads from the device, and gets zeros because there are no values.
+        if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if "device" in kwargs:
             kwargs["device"] = "meta" if empty or not (self._values or found) else "cpu"
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, empty), (args, kwargs))
-        if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):  # `out_dtype`, which CUDA alone has
+        # The CPU has no argument `out_dtype`, so the operands are converted first.
+        if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):
             return func.overloadpacket(*(t.to(args[-1]) for t in inner_args[:2]))
         if empty and name == "copy_" and not isinstance(args[1], OnDevice):
-            return inner_args[0]  # a shape takes no values
+            # A meta tensor stores no values.
+            return inner_args[0]
         out = func(*inner_args, **inner_kwargs)
         return out.clone() if name == "_to_copy" and any(out is t for t in inner_args) else out
 
     def _refuse(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        # kernels take a number from anywhere
+        # Kernels take a 0-dim tensor from any device.
         strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]
         if name not in _COPIES and 0 < len(strangers) < len(tensors):
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")
         if name == "linalg_vector_norm" and not _where().startswith("auditing/"):
             x, dtype = tensors[0], kwargs.get("dtype") or tensors[0].dtype
-            # CUDA's sums halves in fp32 as it reads them, and makes a copy in any other wider dtype
+            # CUDA's norm accumulates fp16 and bf16 in fp32 as it reads them, and first makes a copy for any other wider
+            # dtype.
             sums = dtype == x.dtype or (dtype, x.dtype.itemsize) == (torch.float32, 2)
             if not sums and x.dim() > 1 and min(x.shape[-2:]) > 1:
                 raise Refused(f"{func}: a copy of {x.dtype} {tuple(x.shape)} in {dtype}, at {_where()}")
@@ -237,7 +251,8 @@ class CudaShape(TorchDispatchMode):
         elif name in _COPIES and on_device and not all(isinstance(t, OnDevice) for t in tensors):
             self.uploads.append(_where())
             if not non_blocking:
-                self._wait("upload")  # torch lets the host wait for its end
+                # torch makes the host wait for the end of a blocking copy.
+                self._wait("upload")
         elif name in _COPIES and not on_device and not (non_blocking and _address(tensors[0]) in self._pinned):
             self._wait("copy to the CPU")
         if not (func.is_view or name in _FREE):
@@ -257,21 +272,24 @@ class CudaShape(TorchDispatchMode):
         self.launches[_phase()] += 1
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
-            nothing = inner_args[0][:0]  # torch's fake group refuses a rank that sends nothing to some
+            # The fake process group of torch refuses an all-to-all in which this rank sends nothing to some ranks.
+            nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])
         out = func(*inner_args, **inner_kwargs)
         return tree_map(lambda x: next((t for t in tensors if getattr(t, "inner", t) is x), x), out)
 
 
 class _Mirror:
-    """The votes and talks of ranks that do not exist: each says what this one does, of itself. For tensors that are not
-    tensor-parallel."""
+    """A stand-in for the vote with ranks that do not exist: each of them sends what this rank sends, about itself.
+
+    It does not support tensor-parallel parameters.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the sum of all digests, which are equal and cancel."""
+        """Return the merged message of all ranks, whose equal digests cancel to 0."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 
@@ -293,20 +311,19 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the stand-in for an argument; its shape alone if another has no values."""
+    """Return the inner tensor of an argument, as a meta tensor if another argument has no values."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 
 
 def _wrapped(x: Any, given: dict[int, OnDevice]) -> Any:
-    """Return the tensor of an operation's result: one that it was given, or a new one."""
     if not isinstance(x, Tensor) or isinstance(x, FakeTensor):
         return x
     return given[id(x)] if id(x) in given else OnDevice(x)
 
 
 def _callers() -> Iterator[tuple[str, str]]:
-    """Functions and lines of shardmuon that are running, the innermost first."""
+    """Yield the names and lines of all running functions of shardmuon, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         _, package, file = frame.f_code.co_filename.rpartition("/shardmuon/")

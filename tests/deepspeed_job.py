@@ -1,11 +1,8 @@
-"""DeepSpeed on ranks: imported once in each, for less than it takes by itself, and jobs that are compared with the same
-parameters in one process.
+"""Jobs under DeepSpeed, compared with the same parameters in one process.
 
-Gradients have closed forms (a weight times a constant, summed). Their elements are multiples of 1/8, on three ranks of
-3/8, so that every mean over ranks and micro-batches is exact in fp32, fp16 and bf16, in whatever order it is summed:
-what differs from the dense update then is shardmuon's doing, and nothing may, in any arithmetic. Where DeepSpeed clips,
-the dense update is given what it handed over: half of it is in the momentum, exactly. Weights are compared as the model
-has them, not as DeepSpeed's functions show its own copies.
+Gradients are multiples of 1/8, or of 3/8 on three ranks, so that their means are exact in every dtype and order of
+summation; with clipping the dense update takes the gradient that DeepSpeed handed over, half of which is in the
+momentum.
 """
 
 from __future__ import annotations
@@ -33,20 +30,19 @@ from shardmuon.frameworks.deepspeed import DeepSpeedHost
 from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
 
 Shapes = dict[str, tuple[int, ...]]
-Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # names of parameters, options
+Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # names of parameters, and options
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def as_it_is(function: Any = None, **options: Any) -> Any:
-    """`torch.compile`, with and without parentheses as a decorator."""
+    """Stand-in for `torch.compile` that compiles nothing, used as a decorator with or without parentheses."""
     return (lambda decorated: decorated) if function is None else function
 
 
 @lru_cache
 def import_deepspeed() -> None:
-    """DeepSpeed's own Muon, of which little is used here, is not compiled where it is imported (that loads torch's
-    compilers, in 1.7 s of 2.4), and what has been imported is left out when garbage is collected, as stage 3 does each
-    time."""
+    """Import DeepSpeed without compiling its own Muon, because loading torch's compilers takes 1.7 of 2.4 seconds.
+    Imported objects are excluded from garbage collection, which stage 3 runs in every step."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", as_it_is), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,14 +53,14 @@ def import_deepspeed() -> None:
 
 
 def start() -> None:
-    """Start DeepSpeed on this rank."""
     with quiet():
         pass
 
 
 @contextmanager
 def quiet() -> Iterator[Any]:
-    """DeepSpeed as a module, without its log, compiled helpers and torch's notices about its calls."""
+    """Yield the module of DeepSpeed, without its log output, compiled helpers and the warnings that torch raises for
+    its calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed = start_deepspeed()
@@ -89,9 +85,11 @@ SHAPES: Shapes = {
     "tiny": (1, 2),
 }
 MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
-RUNS = 11  # eight matrices and three heads
-# Six unequal matrices in one group, one of them a row, a frozen one and a tied one between them; other groups before
-# and after AdamW's; at last a matrix of fewer elements than there may be ranks.
+# Eight matrices and three heads are orthogonalized in each step.
+RUNS = 11
+# The first group has six matrices of different shapes, including a row, with a frozen and a tied matrix between them.
+# Groups of matrices come before and after the AdamW group, and the last matrix has fewer elements than there may be
+# ranks.
 GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),
@@ -99,18 +97,19 @@ GROUPS: Groups = [
     (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
-# Universal checkpoints are not for flats without any element.
+# Universal checkpoints do not support a flat buffer without any element.
 JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job.
+    """The configuration of a job.
 
     Attributes:
-        zero: Added to `zero_optimization` of DeepSpeed's configuration.
-        config: Added to the configuration.
-        groups: Of the optimizer; without names of parameters if not `named`.
+        zero: Options added to `zero_optimization` of DeepSpeed's configuration.
+        config: Options added to DeepSpeed's configuration.
+        groups: Parameter groups of the optimizer.
+        named: Whether the parameters in the groups have names.
     """
 
     stage: int
@@ -131,7 +130,6 @@ class Case:
         return " ".join([*flags, *["zero.Init"] * self.zero_init, *["unnamed"] * (not self.named)])
 
     def written(self) -> dict[str, Any]:
-        """DeepSpeed's configuration."""
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.accumulate,
@@ -158,20 +156,21 @@ class Net(nn.Module):
 
     def forward(self, factors: dict[str, Tensor]) -> Tensor:
         uses = {name: getattr(self, name) for name in self.names}
-        if "e" in uses:  # in two uses half of the gradient each, which is exact
+        # Each of the two uses of the weight gets half of the gradient, which is exact.
+        if "e" in uses:
             uses["e"] = self.e / 2 + (self.tied - self.tied.detach()) / 2
         return torch.stack([(p * factors[n][: len(p)]).sum().float() for n, p in uses.items()]).sum()
 
 
 def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tensor]:
-    """A rank's factors of the weights: its gradient."""
+    """Return the factors of the weights on a rank, which are also the gradients."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     unit = (3 if dist.get_world_size() == 3 else 1) / 8
     return {n: torch.randint(-8, 9, s, generator=generator) * unit for n, s in shapes.items()}
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """Text of what a call raises; "": nothing."""
+    """Return the text of the error that a call raises, or ""."""
     try:
         call()
     except Exception as error:
@@ -180,16 +179,17 @@ def said_by(call: Callable[[], object]) -> str:
 
 
 class Job:
-    """A model under DeepSpeed, and the same parameters dense in this process.
+    """A model under DeepSpeed, and a dense copy of its parameters in this process.
 
     Args:
-        change: What is done to the model when the optimizer has its parameters, before DeepSpeed does.
-        options: Of `Muon`.
+        change: Changes the model after the optimizer was made and before DeepSpeed is initialized.
+        options: Options of `Muon`.
     """
 
     def __init__(self, deepspeed: Any, case: Case, change: Callable[[Any], object] | None = None, **options: Any):
         self.case = case
-        if case.dtype == "fp16":  # torch computes it on any CPU
+        # torch computes fp16 on any CPU, although DeepSpeed reports it as unsupported.
+        if case.dtype == "fp16":
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         with deepspeed.zero.Init(config_dict_or_path=case.written()) if case.zero_init else nullcontext():
             self.net: Any = Net(case.shapes)
@@ -198,7 +198,8 @@ class Job:
             p.data = p.data.to(DTYPES[case.dtype]).float()
         self.trained = [name for name, p in self.dense.named_parameters() if p.requires_grad]
         options = {"method": case.method, **options}
-        if options.get("variant"):  # Hyperball knows no decay
+        # Hyperball does not support weight decay.
+        if options.get("variant"):
             options["weight_decay"] = 0.0
         self.optimizer = Muon(self._groups(self.net, options, case.named), lr=1e-3, **options)
         options = {key: value for key, value in options.items() if not key.startswith("audit_")}
@@ -206,7 +207,8 @@ class Job:
         if change is not None:
             first = self.net.a
             change(self.net)
-            for group in self.optimizer.param_groups:  # as DeepSpeed's remapping of client optimizers does
+            # DeepSpeed remaps the parameters of a client optimizer in the same way.
+            for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
         self.engine = initialize(self.net, self.optimizer, case.written())
         self.start = {n: p.detach().clone() for n, p in self.dense.named_parameters()}
@@ -216,14 +218,15 @@ class Job:
         for names, of_group in self.case.groups:
             params = [(n, p) for n, p in ((n, net.get_parameter(n)) for n in names) if p.requires_grad]
             groups.append({"params": params if named else [p for _, p in params], **of_group})
-            if self.case.clip:  # state is half of the gradient
+            # With a momentum or beta of 0.5 the state after one step has half of the gradient.
+            if self.case.clip:
                 groups[-1] |= {"momentum": 0.5} if of_group.get("use_muon", True) else {"betas": (0.5, 0.95)}
             if options.get("variant"):
                 groups[-1]["weight_decay"] = 0.0
         return groups
 
     def said(self, number: int = 0) -> str:
-        """Text of what DeepSpeed's part of a step raises; "": nothing."""
+        """Return the text of the error of a training step under DeepSpeed, or ""."""
         return said_by(lambda: self.train(number))
 
     def step(self, number: int) -> None:
@@ -231,7 +234,7 @@ class Job:
         self.step_dense(number)
 
     def train(self, number: int) -> None:
-        """DeepSpeed's part of a step."""
+        """Train a step under DeepSpeed only."""
         for micro in range(self.case.accumulate):
             self.engine.backward(self.engine(factors(self.case.shapes, number, micro, dist.get_rank())))
             self.engine.step()
@@ -239,7 +242,7 @@ class Job:
     def step_dense(self, number: int) -> None:
         every = itertools.product(range(self.case.accumulate), range(dist.get_world_size()))
         parts = [factors(self.case.shapes, number, micro, rank) for micro, rank in every]
-        # of the norm, a root of a sum of squares, of the factor and of the product
+        # The bound covers the norm (the root of a sum of squares), the clipping factor and the product.
         bound = 2 * sum_roundoff(torch.float32, sum(map(math.prod, self.case.shapes.values())))
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()
@@ -252,11 +255,11 @@ class Job:
         self.reference.step()
 
     def masters(self) -> dict[str, Tensor]:
-        """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
+        """Return DeepSpeed's fp32 master weights, which its own function reads wrongly with round_robin_gradients."""
         return {n: whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's own, and under another name the masters of half-precision ones. Collective at stage 3."""
+        """Return the model's weights, and the fp32 master weights of half-precision ones. Collective at stage 3."""
         import deepspeed
 
         params = [getattr(self.net, n) for n in self.trained]
@@ -267,7 +270,7 @@ class Job:
         return own | {f"{n} (master)": t for n, t in self.masters().items()}
 
     def check(self, names: Sequence[str] | None = None) -> None:
-        """Weights have the dense ones' bits."""
+        """Assert that the weights have the bits of the dense ones."""
         now = {name: (name.removesuffix(" (master)"), value) for name, value in self.weights().items()}
         dense = {name: p.detach() for name, p in self.dense.named_parameters() if name in (names or self.trained)}
         assert [n for n, (of, w) in now.items() if of in dense and not torch.equal(w, dense[of].to(w.dtype))] == []
@@ -279,7 +282,6 @@ class Job:
 
 @contextmanager
 def started(case: Case, **changed: Any) -> Iterator[Job]:
-    """A job, ended afterwards."""
     with quiet() as deepspeed:
         job = Job(deepspeed, case, **changed)
         try:
@@ -289,7 +291,7 @@ def started(case: Case, **changed: Any) -> Iterator[Job]:
 
 
 def dense_update(weight: Tensor, momentum: Tensor) -> Tensor:
-    """A weight after a step of one process with `HALF` on the gradient of which the momentum has half, exactly."""
+    """Return a weight after a dense step with the options `HALF`, whose gradient is twice the momentum."""
     dense = nn.Parameter(weight.clone())
     dense.grad = 2 * momentum
     assert float(dense.grad.norm()) > 0

@@ -1,4 +1,6 @@
-"""Scripts of examples/ as modules of tests: their folder is on no path, where its neighbours would hide libraries."""
+"""Imports scripts of examples/ as modules without adding the folder to sys.path, where its other files could shadow
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def load_example(name: str) -> Any:
-    """Run a script as a module of this name, by which its functions and dataclasses travel to ranks."""
+    """Run a script as a module with this name, under which pickle finds its functions and dataclasses on ranks."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -1,10 +1,7 @@
-"""Muon on whole tensors as the formula reads: what one process should do, without plan, buckets, tiles or ranks.
+"""A reference implementation of Muon on whole tensors, without plans, buckets, tiles or ranks.
 
-`assert_like_the_formula` holds it against one process, and one process against simulated ranks.
-
-Its own are momentum, decay, learning rates, which elements a matrix has, and the order and number of roundings. From
-the project come the orthogonalization of one matrix, the formulas of stages, the rounding of one tensor and the choice
-of a method, which have tests of their own (test_orthogonalize.py, test_variants.py, test_momentum.py).
+Momentum, decay, views and the order of roundings are implemented here again; orthogonalization, the formulas of stages
+and the rounding of tensors come from the package, which tests them separately.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ SCALES = {
 
 
 def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """The numbers of the elements of each matrix, in its shape."""
+    """Return the indices of the elements of each matrix, in the shape of the matrix."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
     found = []
@@ -56,15 +53,15 @@ def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndar
 
 
 class DenseMuon:
-    """Steps whole tensors, one matrix after the other.
+    """Dense Muon, which steps whole tensors one matrix at a time.
 
     Args:
-        weights: One for each group.
-        groups: As `Muon.param_groups`, of one parameter each.
+        weights: One weight for each group.
+        groups: Groups like `Muon.param_groups`, of one parameter each.
         chooser: Chooses how each matrix is orthogonalized.
         config: Says how momentum and weights are stored.
-        wire: Dtype in which matrices come and results go where products are not in half precision; fp64 for fp64
-            weights.
+        wire: Dtype in which matrices and results are sent if products are not in half precision. fp64 weights are sent
+            in fp64.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class DenseMuon:
         ]
 
     def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
-        """One step with what these groups say now."""
         for param, grad, group in zip(self.params, grads, groups, strict=True):
             if grad is not None:
                 param.step(grad, group)
@@ -98,8 +94,8 @@ class _Param:
     """One parameter with its state.
 
     Attributes:
-        weight: As it is stored.
-        state: As `Muon.state` has it.
+        weight: The weight, in its stored dtype.
+        state: The same keys and values as in `Muon.state`.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
+        self._num_rows = 2 if group["view"] == "stack" else 1  # the number of dims that count rows
         self._name, self._chooser, self._storage, self._wire = name, chooser, config, wire
         self._steps = 0
 
@@ -150,7 +146,7 @@ class _Param:
                 flat[at] = (flat[at].to(wide) * factor.to(wide)).to(flat.dtype)
 
     def _orthogonalized(self, x: Tensor, number: int, group: Mapping[str, Any], stages: Sequence[Any]) -> Tensor:
-        """The result for a matrix, rounded as a wire rounds it."""
+        """Return the orthogonalized matrix, rounded to the dtype in which it is sent."""
         coefficients = Settings.of(group).coefficients
         choice = self._chooser.choice(*x.shape, coefficients, CPU)
         narrow = choice.dtype in HALVES or choice.method == "torch"
@@ -169,7 +165,6 @@ class _Param:
         return out[0].to(wire)
 
     def _kept(self, stage: Any) -> list[Tensor]:
-        """Views of a stage's state, one for each matrix."""
         sizes = [stage.num_kept(*at.shape) for at in self._elements]
         stacked = self.weight.shape[0] if self._num_rows == 2 else 1
         if stage.key not in self.state:
@@ -180,7 +175,7 @@ class _Param:
         return self.weight.flatten()[at].double().norm().float()
 
     def _bits(self, purpose: str) -> Tensor:
-        """Random bits of each element in this step."""
+        """Return the random bits of all elements in this step."""
         stream = Stream.of(self._name, purpose, self._steps, max(at.shape[1] for at in self._elements))
         found = torch.empty(self.weight.numel(), dtype=torch.int32)
         for number, at in enumerate(self._elements):
@@ -188,7 +183,7 @@ class _Param:
         return found.view(self.weight.shape)
 
     def _momentum(self, grad: Tensor, momentum: float, nesterov: bool) -> Tensor:
-        """Update it; returns what is to be orthogonalized."""
+        """Update the momentum, and return the matrix to orthogonalize."""
         asked, rows = self._storage.momentum_dtype, self._num_rows
         dtype = torch.float32 if asked == "int8" else asked or grad.dtype
         rounded = asked in (torch.bfloat16, "int8")
@@ -206,7 +201,8 @@ class _Param:
         if asked == "int8":
             made = encode(new, rows, old, self._bits("momentum"))
             self.state["momentum_buffer"], self.state["momentum_scale"] = made
-        elif rounded:  # at random where it moved by less than a spacing of bf16
+        # Rounding is stochastic where the momentum moved by less than the spacing of bf16.
+        elif rounded:
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
             self.state["momentum_buffer"] = _round_by(new, torch.where(less, self._bits("momentum"), _NEAREST))
         else:
@@ -224,7 +220,7 @@ class _Param:
 
 
 def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Decay, then move a weight, in at least fp32."""
+    """Apply weight decay and the update to a weight, in at least fp32."""
     lr, result = float(lr), result.to(weight.dtype)
     decayed = weight * (1 - lr * decay)
     weight = torch.where(result * weight > 0, decayed, weight) if cautious else decayed
@@ -232,9 +228,10 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Step one matrix as torch.optim.Muon does, in the weights' own dtype."""
+    """Step one matrix as torch.optim.Muon does, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-    turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result  # as its iteration returns it
+    # The iteration of torch.optim.Muon returns a tall matrix in column-major order.
+    turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result
     return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))
 
 
@@ -242,7 +239,7 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
 
 
 class Stores:
-    """All that simulated ranks keep of the momentum of several parameters, and their counts of steps."""
+    """Momentum of several parameters as simulated ranks store it, and the step counts of the parameters."""
 
     def __init__(self, storage: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
         self._storage, self._layouts = storage, layouts
@@ -259,7 +256,7 @@ class Stores:
                 self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
 
     def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Rounding of each rank."""
+        """Return a function that gives the rounding of each parameter on a rank."""
         drawn = [
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
@@ -277,7 +274,7 @@ class Stores:
         return of_rank
 
     def values(self, number: int, rank: int) -> Tensor:
-        """Stored values, decoded."""
+        """Return the stored momentum of a parameter on a rank, dequantized if it is int8."""
         kept = self.momenta[number][rank]
         return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
 
@@ -285,19 +282,23 @@ class Stores:
 def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
-    layout: str,  # of simulated ranks
-    options: Sequence[Mapping[str, Any]],  # of each parameter in turn
-    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],  # the same, of its weight and gradient
+    layout: str,  # layout of the simulated ranks
+    options: Sequence[Mapping[str, Any]],  # options that the parameters cycle through
+    # dtypes of weight and gradient that the parameters cycle through
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
-    copies: int = 1,  # of each view
+    copies: int = 1,  # number of parameters for each view
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
-    device: str = "cpu",  # of weights
-    buffers: str | None = None,  # their device; default: the weights'
+    device: str = "cpu",  # device of the weights
+    buffers: str | None = None,  # device of the buffers, by default that of the weights
     **whole_options: Any,
 ) -> None:
-    """Three steps with changing lr, gradients missing in two of them. Of two dense matrices a row is zeros. On a device
-    that is no CPU momentum alone is held to the formula."""
+    """Assert that `Muon` in one process, simulated ranks and dense Muon have the same bits in three steps.
+
+    The lr changes in each step, gradients are missing in two steps, and two matrices have a row of zeros. On a device
+    other than the CPU only momentum is compared with dense Muon.
+    """
     torch.manual_seed(8)
     config, at = MuonConfig(**whole_options), torch.device(buffers or device)
     made = [(name, make()) for name, make in views.items() for _ in range(copies)]
@@ -341,7 +342,8 @@ def assert_like_the_formula(
 
 
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
-    """`which`: beginning of the keys of what is compared bit for bit. Products of another device round otherwise."""
+    """Compare bit for bit all weights and state whose key begins with `which`, because products on another device round
+    differently."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}
@@ -369,6 +371,6 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """The same bits, dtype and device; an empty storage has any dtype here."""
+    """Return True if bits, dtype and device are equal; empty tensors are always equal."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

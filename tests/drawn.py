@@ -1,4 +1,4 @@
-"""Random tensors, read as matrices in every way, and random layouts of them: strategies of Hypothesis."""
+"""Hypothesis strategies for random tensors, the ways to read them as matrices, and their layouts on ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from shardmuon.layout.pieces import Box, FlatRange, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, matrix_view
 
 Shape = tuple[int, ...]
-Viewed = tuple[Shape, dict[str, Any]]  # a shape, and options that read it as matrices
+Viewed = tuple[Shape, dict[str, Any]]  # a shape, and the options of its matrix view
 
 
 @st.composite
 def viewed(draw: st.DrawFn) -> Viewed:
-    """A matrix, a stack, a flattened tensor or a kernel; whole, or split in blocks or heads along either side."""
+    """Draw a shape and its view: a matrix, a stack, a flattened tensor or a kernel, either whole or split into blocks
+    or heads along one side."""
     kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     groups = draw(st.integers(1, 4))
@@ -43,7 +44,7 @@ def viewed(draw: st.DrawFn) -> Viewed:
 
 
 def _boxes(draw: st.DrawFn, shape: Shape) -> list[Box]:
-    """A partition in boxes: a random dim, mostly the same one, is cut at a random place, again and again."""
+    """Draw a partition of a tensor into boxes, by cutting boxes repeatedly at random places of one or two dims."""
     boxes = [Box((0,) * len(shape), shape)]
     dims = draw(st.lists(st.sampled_from(range(len(shape))), min_size=1, max_size=2))
     for _ in range(draw(st.integers(0, 4))):
@@ -57,7 +58,7 @@ def _boxes(draw: st.DrawFn, shape: Shape) -> list[Box]:
 
 
 def _ranges(draw: st.DrawFn, box: Box, within: Box | None = None) -> list[Piece]:
-    """A partition in flat ranges, some of them empty, all of whole rows or not."""
+    """Draw a partition into ranges of the flattened tensor; ranges may be empty, and may or may not end with a row."""
     unit = draw(st.sampled_from([1, math.prod(box.size[1:]) or 1]))
     cuts = sorted(unit * n for n in draw(st.lists(st.integers(0, box.numel // unit), max_size=4)))
     return [FlatRange(a, b, within) for a, b in itertools.pairwise([0, *cuts, box.numel])]
@@ -65,7 +66,7 @@ def _ranges(draw: st.DrawFn, box: Box, within: Box | None = None) -> list[Piece]
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
-    """Boxes, flat ranges, or flat ranges of boxes."""
+    """Draw a partition into boxes, into flat ranges, or into flat ranges of boxes."""
     kind = draw(st.sampled_from(["boxes", "boxes", "ranges", "ranges of boxes"]))
     if kind == "boxes":
         return list(_boxes(draw, shape))
@@ -76,7 +77,7 @@ def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
 
 @st.composite
 def layouts(draw: st.DrawFn, view: MatrixView) -> ParamLayout:
-    """Pieces on up to five ranks; some on several, and several on some."""
+    """Draw a layout on up to five ranks, in which pieces may be replicated and ranks may have any number of pieces."""
     ranks = range(draw(st.integers(1, 5)))
     pieces: dict[int, list[Piece]] = {rank: [] for rank in ranks}
     for piece in draw(partitions(view.shape)):
@@ -87,7 +88,7 @@ def layouts(draw: st.DrawFn, view: MatrixView) -> ParamLayout:
 
 @st.composite
 def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> ParamLayout:
-    """Random placements, with strided shards wherever two axes may cut one dim in the other order."""
+    """Draw random placements on a mesh, with strided shards where two axes shard the same dim in reverse order."""
     dims = st.integers(0, len(view.shape) - 1)
     placements: list[Shard | None] = [None if draw(st.booleans()) else Shard(draw(dims)) for _ in mesh]
     for axis, placement in enumerate(placements):
@@ -100,7 +101,7 @@ def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> Pa
 
 @st.composite
 def models(draw: st.DrawFn) -> list[tuple[ParamLayout, dict[str, Any]]]:
-    """Up to four tensors and how they are read, on a mesh of up to twelve ranks or on any of them."""
+    """Draw up to four tensors and their views, on a mesh of up to twelve ranks or on arbitrary ranks."""
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda m: math.prod(m) <= 12)))
     model = []
     for shape, options in draw(st.lists(viewed(), min_size=1, max_size=4)):

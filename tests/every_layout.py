@@ -1,4 +1,4 @@
-"""Updates and plans on all layouts of the table, made once for all tests that ask."""
+"""Comparisons and plans of all layouts, computed once for all tests that use them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
-# With one process, by number of ranks: options, and by whose rates. Results go in two stages if there are replicas.
+# Options and machine rates by number of ranks, for comparisons with one process. With the rates of SHARING, results
+# reach replicas in two exchanges.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
-STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # with one process
+STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # number of steps, by number of ranks, in comparisons with one process
 
-# Numbers of ranks -> layouts: meshes of 2 x 2 x 2 and 4 x 2; sizes that do not divide.
+# The layouts by number of ranks: meshes of 2 x 2 x 2 and 4 x 2 on 8 ranks, and sizes that do not divide evenly on 3
+# ranks.
 ROWS = {
     8: ("hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp"),
-    3: [*LAYOUTS, *Fsdp1Run.ROWS][1::3],  # all on 3: test_golden.py
+    # All layouts run on 3 ranks in test_golden.py.
+    3: [*LAYOUTS, *Fsdp1Run.ROWS][1::3],
     2: [*LAYOUTS, *Fsdp1Run.ROWS][::2],
     4: [*LAYOUTS, *Fsdp1Run.ROWS],
 }
@@ -45,10 +48,11 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Exchanges, bytes sent and matrices by `count_plan`.
-        sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
-        messages: To other ranks, of all exchanges.
-        digests: Of the plan, by set of ranks, in hex.
+        counted: Numbers of exchanges, bytes sent and matrices by `count_plan`.
+        sides: Bytes sent and bytes received, each as those within a node and those between two nodes of half of the
+            ranks.
+        messages: Number of messages to other ranks in all exchanges.
+        digests: Digests of the plan in hex, by set of ranks.
     """
 
     counted: tuple[int, int, int]
@@ -58,7 +62,6 @@ class Planned:
 
 
 def planned(optimizer: Muon) -> Planned:
-    """Return the plan of an optimizer."""
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
     buckets = count_plan(plan, lambda other: other // node)[rank]
@@ -76,34 +79,37 @@ def planned(optimizer: Muon) -> Planned:
 
 
 def digests_of(plan: Plan) -> dict[Ranks, str]:
-    """Digests of sets of several ranks, in hex; small ones first."""
+    """Return the digests of all sets of two or more ranks in hex, small sets first."""
     ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
     return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
 
 
 def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> None:
-    """Assert that each rank did in a step what its plan says."""
     for traffic, plan in zip(traffics, plans, strict=True):
         assert plan.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
     sent, received = ([sum(plan.sides[which][at] for plan in plans) for at in (0, 1)] for which in (0, 1))
-    assert sent == received  # what is sent inside and between nodes arrives there
+    # All bytes that are sent within and between nodes must also be received there.
+    assert sent == received
 
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
-    ranks there were in a step, and torch's Muon: at 4 ranks, and for every third layout at 2."""
+    """Return the comparisons of a layout on each rank, by the name of the reference.
+
+    References are "dense", and torch.optim.Muon on 4 ranks and, for every third layout, on 2 ranks. For "dense",
+    `about` is the plan and the number of messages to other ranks per step.
+    """
     return get_pool(world).run(_comparisons, layout)
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare with one process at every number of ranks, with torch's on fp32 weights at 4 and bf16 ones at 2 ranks.
+    """Compare with one process, and on 4 ranks (fp32) and 2 ranks (bf16) with torch.optim.Muon.
 
-    Plan and exchange know neither the reference nor, but for sizes in bytes, the dtype. So layouts meet every number of
-    ranks and every reference, and not all three meet. A second step has momentum and a plan that is kept; a
-    third, at 2 ranks, finds what the second leaves.
+    The plan depends neither on the reference nor, apart from bytes, on the dtype, so not every combination is run. A
+    second step reuses the momentum and the plan of the first step.
     """
-    once: dict[str, Any] = {"lr": 0.02}  # each rank computes the references for the first layout only
+    # Equal arguments let each rank compute a reference only once for all layouts.
+    once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()
 
@@ -120,6 +126,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
+    # bf16 weights have the same plans as fp32 weights
+    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
         found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -1,4 +1,4 @@
-"""Imports that ranks of framework tests find made (`shardmuon.testing.pool`): all that is installed."""
+"""Imports of all installed frameworks, which the ranks of framework tests inherit from the process that forks them."""
 
 from __future__ import annotations
 

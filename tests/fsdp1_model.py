@@ -1,4 +1,4 @@
-"""A model in FSDP1's units, trained on all ranks as on one process."""
+"""A model wrapped with FSDP1, and the same model in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 
 
 class Block(nn.Module):
-    """Matrices of unequal shapes, a norm and a bias: rows end inside shards, and ranks hold nothing of some."""
+    """A block with matrices of unequal shapes, a norm and a bias, so that shards end inside rows and some ranks store
+    nothing of some matrices."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,11 +35,11 @@ class Block(nn.Module):
 
 
 class Frozen(nn.Linear):
-    """A layer that is not trained."""
+    pass
 
 
 class Tied(nn.Module):
-    """An embedding that is the head as well, two blocks, and a frozen layer."""
+    """A model with tied embedding and head weights, two blocks, and a frozen layer."""
 
     def __init__(self, width: int = 9, words: int = 17) -> None:
         super().__init__()
@@ -64,13 +65,13 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
-    """The model wrapped, and its optimizer. `how`: of the wrapper."""
+    """Return the wrapped model and its optimizer. `how` has options of the FSDP wrapper."""
     model = wrapped(tied(), strategy, **how)
     return model, Muon(model, **OPTIONS, **(options or {}))
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    """The same tokens on every rank: the mean of 2 or 4 equal gradients is exact."""
+    """Return the loss on tokens that are the same on all ranks, so that the mean of 2 or 4 equal gradients is exact."""
     return model(torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))).square().mean()
 
 
@@ -86,7 +87,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def alone(steps: int, **options: Any) -> dict[str, Tensor]:
-    """Weights of one process."""
+    """Return the weights of a model that was trained in one process."""
     model = tied()
     train(model, Muon(model, **OPTIONS, **options), range(steps))
     return plain_weights(model)
@@ -97,8 +98,8 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
     return [name for name, t in expected.items() if not torch.equal(found[name], t)]
 
 
-# On CPUs torch 2.13 moves nothing with offload_to_cpu=True (the default) and so gives all kinds of state the memory of
-# the last one, with any optimizer.
+# With offload_to_cpu=True (the default) FSDP1 of torch 2.13 copies nothing on CPUs, so the gathered tensors of all
+# kinds of state share the memory of the last kind, with any optimizer.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

@@ -1,4 +1,4 @@
-"""Sound steps with everything drawn at random, for the audit's tests and its benchmark."""
+"""Correct steps with random options, for the tests and the benchmark of the audit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardmuon import Muon, audit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
 VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
-IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)  # by seed
+IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)  # The variants that consecutive seeds use.
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 
 
 def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """A matrix with this kind of spectrum, fp64."""
+    """Return an fp64 matrix with this kind of spectrum."""
     x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
     if kind == "gauss":
         return x
@@ -43,14 +43,15 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
 def healthy(
     dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
 ) -> tuple[list[str], list[str], int, str]:
-    """Two steps of a random optimizer, the second audited: findings, statuses, matrices, and what was drawn.
+    """Make two steps of a random optimizer, and audit the second. Returns findings, statuses, the number of matrices,
+    and all random choices.
 
-    Seeds are pinned in auditing/test_audit.py: a list from which is drawn must not grow. Draw new options from a second
+    The tests of the audit pin seeds, so the lists of choices must not grow, and new options must be drawn from a second
     `Random`.
     """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    # the Gram form is not for bf16
+    # The Gram form does not support bf16.
     method = draw.choice(["standard", "standard", "standard", "torch"] if dtype == "bf16" else ["standard", "gram"])
     options: dict[str, Any] = {
         "method": method,

@@ -1,7 +1,7 @@
-"""Find every function of the package that runs before a collective, and raise in any one of them.
+"""Finds all functions of the package that run before a collective, and raises an exception in any one of them.
 
-A profile function sees each call, of lambdas, properties, generators and nested functions too, so nothing has to be
-listed by hand, and what it raises is raised in the function that is called, before its first line.
+A profile function sees every call, including lambdas, properties and generators, and what it raises appears in the
+called function before its first line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from jobs import unlike
 import shardmuon
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
-SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"  # files of shardmuon_x are ../shardmuon_x/..
+# Files of a satellite package shardmuon_x are at ../shardmuon_x/ relative to the root.
+SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"
 
-# What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
+# The functions in TRANSPORT carry the messages that report an exception to other ranks, so no exception is raised in
+# them. Each entry is (file, function), and "" stands for all functions of a file.
 TRANSPORT = {
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
@@ -53,7 +55,7 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("muon.py", "_host"),
-    ("layout/engines/dtensor.py", "align"),  # torch's own collective
+    ("layout/engines/dtensor.py", "align"),  # `align` calls a collective of torch.
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),
     ("frameworks/megatron.py", "step"),
@@ -67,20 +69,20 @@ TRANSPORT = {
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/clip.py", "norm"),
 }
-# Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
+# Without DeepSpeed the generators in UNREAD are closed but never read, and Python ignores what they raise then.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
 
 class Place(NamedTuple):
-    """A function of the package: the same on every rank."""
+    """A function of the package, identified in the same way on every rank."""
 
     file: str
     line: int
     name: str
 
     @classmethod
-    @functools.cache  # a profile function is called for every function
+    @functools.cache  # `Place.of` is cached because a profile function runs at every call.
     def of(cls, code: CodeType) -> Place | None:
         if not code.co_filename.startswith((ROOT, SATELLITES)):
             return None
@@ -95,7 +97,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Lines of comprehensions that sort what was heard: in functions of `TRANSPORT`, and under no guard."""
+    """Return the lines of comprehensions in functions of `TRANSPORT` that process received messages without a guard."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -113,9 +115,13 @@ def _sorting(file: str) -> frozenset[int]:
 
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """The functions that run in `call()` once `begin` has been entered, until the first collective; with `last` until
-    the last collective before the function of that name is entered (or the end), with last="<end>" until the end."""
-    found: list[tuple[Place, int]] = []  # with the number of collectives before
+    """Return the functions that run in `call()` between the entry of the function `begin` and a collective.
+
+    The collective is the first one, or with `last` the last one before the function `last` is entered. With
+    last="<end>" all functions up to the end of the call are returned.
+    """
+    # Each function is stored with the number of collectives before it.
+    found: list[tuple[Place, int]] = []
     state = {"begun": False, "ended": False, "collectives": 0}
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
@@ -144,9 +150,9 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
 
 @contextlib.contextmanager
 def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[dict[str, int]]:
-    """Raise `error` when `place` is called for the `number`-th time after the function `after` has been entered.
+    """Raise `error` in call number `number` of `place` after the function `after` has been entered.
 
-    Yields the count of its "calls".
+    Yields a dict whose "calls" counts the calls of `place`.
     """
     state = {"begun": not after, "calls": 0}
     line = place.line if place else 0
@@ -157,11 +163,11 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # Of thousands of calls hardly one begins at this line; to hash a code object takes long.
+        # The line is compared first, because hashing the code object of every call would be slow.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
-                sys.setprofile(None)  # nothing more to see
+                sys.setprofile(None)  # Profiling is no longer needed.
                 raise error
 
     if place is not None:
@@ -174,7 +180,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
 
 # ------------------------------------------------------------------------------------------------- all ranks
 
-TIMEOUT, PROMPT = 20.0, 12.0  # seconds
+TIMEOUT, PROMPT = 20.0, 12.0  # time limits in seconds
 MARK = "planted here"
 KINDS: tuple[BaseException, ...] = (
     ValueError(MARK),
@@ -186,7 +192,8 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)  # what a step raises on its own rank
+# exceptions whose type a step keeps on the rank that raised
+STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
 def join(store: str) -> None:
@@ -204,8 +211,8 @@ def check_all_raise(
     number: int,
     after: str,
 ) -> bool | None:
-    """True if all ranks raised; False: none did, for the function's caller has another way; None: it was not called so
-    often. Never some of them."""
+    """Return True if all ranks raised, False if no rank did because the caller handles the exception, and None if
+    `place` was called fewer than `number` times. Fail if only some ranks raised."""
     mine = victim == dist.get_rank()
     began = time.monotonic()
     wrong: BaseException | None = None
@@ -223,7 +230,8 @@ def check_all_raise(
     if not raised[0]:
         return False if told[victim][1] else None
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    in_words = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
+    # Calls other than `step` may raise a ValueError that quotes the exception.
+    in_words = after != "step" and isinstance(error, Exception)
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
     named = MARK if error.args else "AssertionError"
     assert named in str(wrong), what
@@ -231,9 +239,11 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """The two of every rank, in one collective that meets none of the package's own: its first number is like none."""
+    """Gather both flags of every rank in a collective whose first number differs from every message of the package, so
+    that ranks that are out of step are detected."""
     number = 0x5EED0F7E57
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     found = torch.empty(3 * dist.get_world_size(), dtype=torch.long)
     try:
         gather(found, torch.tensor([number, raised, called]), group=dist.group.WORLD)
@@ -245,7 +255,7 @@ def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
 
 
 def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """The same functions on every rank, in one order."""
+    """Return the functions found on any rank, in the same order on every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, places(call, begin, last))
     return list(dict.fromkeys(Place(*place) for theirs in found for place in theirs))
@@ -261,16 +271,17 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Plant an exception of every kind in turn in each of these functions, on each rank in turn, in a call of all.
+    """Raise an exception in each function in `known`, one function in each call, with varying kinds of exceptions and
+    ranks.
 
     Args:
-        call: The call, which enters `begin` before these functions.
-        held: All that a refused call must leave as it was.
-        before: What comes before each call, given the number of the function.
-        again: Also in the third call of every fourth function.
+        call: The call, which enters `begin` before the functions.
+        held: Returns all that a refused call must leave unchanged.
+        before: Prepares each call, given the index of the function.
+        again: Whether to raise also in the third call of every fourth function.
 
     Returns:
-        Functions in which an exception passed unnoticed, and how often all ranks raised.
+        The functions in which an exception passed unnoticed, and the number of exceptions that all ranks raised.
     """
     passed, raised = list[str](), 0
     for at, place in enumerate(known):
@@ -289,14 +300,15 @@ def plant(
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
-    """Plant an exception in every function of `optimizer.step` before its first collective, as a framework calls it.
+    """Raise an exception in each function of `optimizer.step` before its first collective, when a framework calls the
+    step.
 
     Args:
-        run: A training step, which calls `optimizer.step` once or several times; run three times.
-        stride: Plant in every how-manieth function only.
+        run: A training step, which calls `optimizer.step` at least once. It runs three times.
+        stride: Exceptions are raised in every `stride`-th function only.
 
     Returns:
-        The functions, and those in which an exception passed unnoticed.
+        The names of the functions, and the functions in which an exception passed unnoticed.
     """
     original, known, passed = optimizer.step, list[Place](), list[str]()
 
@@ -311,7 +323,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         groups = [(group, list(group["params"])) for group in optimizer.param_groups]
 
         def held() -> dict[str, object]:
-            optimizer.param_groups = [group for group, _ in groups]  # a framework's own, which a refusal left in place
+            # A refused step may leave the framework's own groups in the optimizer.
+            optimizer.param_groups = [group for group, _ in groups]
             for group, params in groups:
                 group["params"] = params
             tensors = [p for _, params in groups for p in params]
@@ -324,5 +337,6 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
     for wrapper in (trace, plant_):
         optimizer.step = wrapper
         run()
-    run()  # a healthy one
+    # A last training step without an exception must succeed.
+    run()
     return [place.name for place in known], passed

@@ -1,4 +1,4 @@
-"""Jobs on ranks: parameters that they share in all ways, all that a step may change of them, and a backup of it."""
+"""Optimizers with parameters that ranks share in various ways, comparisons of all that a step changes, and backups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardmuon.testing.layouts import LAYOUTS as TABLE
 from shardmuon.testing.layouts import mesh_of, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Cut = Callable[[Tensor], Tensor]  # a whole tensor -> what this rank stores of it
+Cut = Callable[[Tensor], Tensor]  # maps a whole tensor to the part that this rank stores
 Sets = Sequence[tuple[int, ...]]
 
 FAMILIES: dict[str, Sets] = {
@@ -42,13 +42,14 @@ def rows_on(mesh: DeviceMesh, *placements: Placement) -> Cut:
 
 
 def as_in(layout: str) -> Cut:
-    """The cut of a row of shardmuon.testing.layouts."""
+    """Return a function that shards a tensor like a layout of shardmuon.testing.layouts."""
     case = TABLE[layout]
     return lambda t: case.build({"t": t}, case.mesh(dist.get_world_size()))["t"]
 
 
 class Spec(NamedTuple):
-    """A parameter of a job; `lacks`: it has no gradient where a rank stores nothing, as Megatron-FSDP leaves it."""
+    """A parameter of a job. `lacks` means that ranks without elements of the parameter have no gradient, as in
+    Megatron-FSDP."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class Spec(NamedTuple):
 
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
-    """Two matrices and a frozen one in each of these sets."""
+    """Return a group for each set of ranks that contains this rank, with two trained and one frozen matrix."""
     found = []
     for ranks in sets:
         if dist.get_rank() in ranks:
@@ -71,12 +72,12 @@ def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
 
 
 def shards(layout: str) -> list[dict[str, Any]]:
-    """Matrices that are cut as in a row of shardmuon.testing.layouts."""
+    """Return a group of matrices that are sharded as in a layout of shardmuon.testing.layouts."""
     return [{"params": [Spec("rows", (10, 8), as_in(layout)), Spec("cols", (6, 10), as_in(layout))]}]
 
 
 def alone() -> list[dict[str, Any]]:
-    """An expert that each rank has of its own, and AdamW's vectors."""
+    """Return a group with an expert that only this rank has, and a group of AdamW vectors."""
     return [
         {"params": [Spec(f"expert{dist.get_rank()}", (6, 8))], "process_group": (), "tp_group": ()},
         {"params": [Spec("bias", (9,)), Spec("scale", (4,))], "use_muon": False},
@@ -84,26 +85,25 @@ def alone() -> list[dict[str, Any]]:
 
 
 def layout_of(name: str) -> list[dict[str, Any]]:
-    """The groups of a job by the name of its layout."""
     if name in FAMILIES:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    mesh_of((2, 2))  # all ranks make it; faults use it on one
+    # Making a mesh is collective, so all ranks make the mesh that a fault uses on one rank.
+    mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
 
 class Job:
-    """An optimizer over a model that this rank holds parts of, with gradients that follow from a seed."""
+    """An optimizer over the shards of a model on this rank, with gradients that depend on a seed only."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
         self.specs: dict[Tensor, Spec] = {}
         self.model = nn.Module()
-        self.patches = contextlib.ExitStack()  # of a fault
+        self.patches = contextlib.ExitStack()  # patches that a fault has applied
         self.optimizer = self.made(groups, **options)
 
     def made(self, groups: Sequence[dict[str, Any]], **options: Any) -> Muon:
-        """An optimizer of new parameters."""
         made = [{**group, "params": [self.parameter(spec) for spec in group["params"]]} for group in groups]
         return Muon(made, **{"lr": 0.02, "weight_decay": 0.1, **options})
 
@@ -132,7 +132,7 @@ class Job:
         return self.groups[-1]["params"][0]  # type: ignore[no-any-return]
 
     def replace(self, made: dict[str, nn.Parameter]) -> None:
-        """Take other tensors for parameters."""
+        """Replace parameters by other tensors, by name."""
         self.specs = {made.get(spec.name, p): spec for p, spec in self.specs.items()}
         for name, p in made.items():
             self.model.register_parameter(name, p)
@@ -143,7 +143,7 @@ class Job:
             p.grad = spec.cut(self.gradient(p, seed)) if given else None
 
     def gradient(self, p: Tensor, seed: int) -> Tensor:
-        """The whole gradient of a parameter."""
+        """Return the whole gradient of a parameter."""
         spec = self.specs[p]
         return normal(*spec.shape, seed=1000 * seed + sum(map(ord, spec.name)), dtype=spec.dtype)
 
@@ -153,7 +153,7 @@ class Job:
         self.optimizer.step()
 
     def held(self, *, gradients: bool = True) -> dict[str, object]:
-        """All that a step may change."""
+        """Return all that a step may change: options, weights, gradients and state."""
         found: dict[str, object] = {"groups": len(self.groups)}
         for at, group in enumerate(self.groups):
             found |= {f"{at} {key}": repr(value) for key, value in group.items() if key != "params"}
@@ -163,13 +163,15 @@ class Job:
         return found
 
     def named(self) -> dict[str, dict[str, Any]]:
-        """Name -> a parameter's weight and state."""
+        """Return the weight and state of each parameter by name."""
         return {spec.name: {"weight": p.detach(), **self.state.get(p, {})} for p, spec in self.specs.items()}
 
     def unlike_whole(self, dense: dict[str, dict[str, Any]]) -> list[str]:
-        """Names of weights and state that are not this rank's parts of those `named` of a job in one process."""
+        """Compare weights and state with this rank's shards of the values of a dense job, and return the names of those
+        that differ."""
         wrong = []
-        whole = ("step", *KEPT_KEYS)  # what stages keep of a matrix, every rank has
+        # Every rank has the whole state that post-processing stages keep.
+        whole = ("step", *KEPT_KEYS)
         cuts = {spec.name: spec.cut for spec in self.specs.values()}
         for name, mine in self.named().items():
             cut = {key: t if key in whole else cuts[name](t.contiguous()) for key, t in dense[name].items()}
@@ -178,7 +180,7 @@ class Job:
 
 
 def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
-    """The same job in one process."""
+    """Return the same job in one process."""
     places = ("process_group", "tp_group")
     return Job(
         [
@@ -191,7 +193,6 @@ def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The text of the ValueError that a call raises."""
     try:
         call()
     except ValueError as error:
@@ -207,7 +208,7 @@ def _bits(value: object) -> object:
 
 
 def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """Names of what differs, tensors bit for bit."""
+    """Return the names of values that differ; tensors are compared bit for bit."""
 
     def same(x: object, y: object) -> bool:
         if isinstance(x, tuple) and isinstance(y, tuple):
@@ -218,7 +219,7 @@ def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
 
 
 class Backup:
-    """Everything that a fault may have put in place of something else."""
+    """A backup of everything in a job that a fault may replace."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._optimizer = job, job.optimizer
@@ -253,7 +254,8 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
             p.grad = torch.zeros_like(p)
             p.grad.data = made
         else:
-            p.grad_dtype = None  # torch assigns none of another dtype otherwise
+            # torch otherwise refuses a gradient of another dtype.
+            p.grad_dtype = None
             p.grad = made
 
     return do
@@ -262,7 +264,7 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
 def in_storage(
     make: Callable[[Tensor], Tensor], *, grads: bool = True, of: Callable[[Job], Tensor] = lambda job: job.first
 ) -> Callable[[Job], None]:
-    """Other data in the same parameter; the gradient along with it."""
+    """Return a fault that replaces the data of a parameter, and with `grads` those of its gradient."""
 
     def do(job: Job) -> None:
         p = of(job)

@@ -1,4 +1,6 @@
-"""Names of the package that outlive a call, found in its source: the table of docs/kept.md is held to them."""
+"""Finds the caches and other global names of the package that outlive a call, for a comparison with the table of
+docs/kept.md.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,15 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"  # shardmuon, and its satellites
+SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder of shardmuon and its satellite packages
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
-_OF_OTHERS = ("testing", "commands", "foresight")  # no step runs in them
+_OF_OTHERS = ("testing", "commands", "foresight")  # packages whose code runs in no step
 
 
 def _called(node: ast.AST | None) -> str:
-    """The last name of what is called, or of a decorator."""
+    """Return the last name of a call or a decorator, such as "c" for a.b.c()."""
     if isinstance(node, ast.Call):
         return _called(node.func)
     if isinstance(node, ast.Subscript):
@@ -23,7 +25,7 @@ def _called(node: ast.AST | None) -> str:
 
 
 def kept_by(tree: ast.Module) -> Iterator[str]:
-    """Names of a module that outlive a call: containers that are filled, caches, and what `global` rebinds."""
+    """Yield names of a module that outlive a call: containers, caches, and names rebound by a `global` statement."""
     for node in [
         *tree.body,
         *(inner for found in tree.body if isinstance(found, ast.ClassDef) for inner in found.body),
@@ -40,7 +42,7 @@ def kept_by(tree: ast.Module) -> Iterator[str]:
 
 
 def kept_in_source() -> set[str]:
-    """ "file: name" of all that outlives a call."""
+    """Return all names of the package that outlive a call, as "file: name"."""
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
         where = Path(str(path.relative_to(SOURCE)).removeprefix("shardmuon/"))

@@ -1,10 +1,9 @@
-"""The high-water mark of memory while something runs, as the program holds it: not as a backend's thread lets go of it.
+"""Measures peak memory by the storages that a program holds.
 
 [Note: tensors that gloo still holds]
-    gloo's thread tells whoever waits for a collective that it is done, and lets go of its tensors after that. On a busy
-    machine that is late enough to be counted as memory of the next step: one wait in seven of 300 on two idle cores.
-    Here it gets copies, which are not counted, and an exchange is over where it begins, so that what is counted hangs
-    on no clock.
+    gloo's thread reports the end of a collective before it frees its tensors, so on a busy machine the next step may
+    count them (after one in seven of 300 waits, measured on two idle cores). Here gloo gets copies that are not
+    counted, and each exchange ends where it begins, so that the count does not depend on timing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside, now and at most."""
+    """A mode that counts the bytes of all storages made inside, now and at their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_of(function: Callable[[], object]) -> int:
-    """Bytes of the storages that `function` makes, at most at once; see [Note: tensors that gloo still holds]."""
+    """Return the peak bytes of the storages that `function` makes, see [Note: tensors that gloo still holds]."""
     exchange = dist.all_to_all_single
 
     def all_to_all_single(recv: Tensor, send: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Megatron-core's own GPT model, gradient buffers and process groups on CPUs, for the tests of the adapter."""
+"""Megatron-core's GPT model, gradient buffers and process groups on CPUs, for the tests of the Megatron adapter."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def needs_megatron(test: Any) -> Any:
 
 @lru_cache
 def import_megatron() -> None:
-    """Nothing is compiled where it is imported (the compiler alone takes seconds to load), and what has been imported
-    is left out when garbage is collected, as Megatron does for each part of a checkpoint."""
-    kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)  # Megatron replaces it
+    """Import Megatron-core without compiling anything, because loading the compiler takes seconds. Imported objects are
+    excluded from garbage collection, which Megatron runs for each part of a checkpoint."""
+    # Importing Megatron replaces `_load_from_bytes` of torch.
+    kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)
     with _quiet_import(), kept:
         for name in ("parallel_state", "models.gpt", "tensor_parallel"):
             importlib.import_module(f"megatron.core.{name}")
@@ -45,7 +46,8 @@ def import_megatron() -> None:
 
 @lru_cache
 def import_megatron_fsdp() -> None:
-    """Import Megatron-FSDP, which collects garbage whenever it wraps a model."""
+    """Import Megatron-FSDP without Megatron-core. Imported objects are excluded from garbage collection, which
+    Megatron-FSDP runs whenever it wraps a model."""
     with _quiet_import():
         if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
             sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import
@@ -69,7 +71,8 @@ def _quiet_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Megatron's process groups, e.g. `expert_model_parallel_size=2`."""
+    """Make the process groups of Megatron with these sizes, such as `expert_model_parallel_size=2`, and destroy them at
+    the end."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     import_megatron()
     with cuda_on_cpu(), warnings.catch_warnings():
@@ -82,13 +85,16 @@ def megatron(**sizes: int) -> Iterator[None]:
         new_group = dist.new_group
         with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
             parallel_state.initialize_model_parallel(**sizes)
-        get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()  # its generators live on GPUs
+        # The random generators that the tracker forks are on GPUs.
+        get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            for group in made:  # dozens, with open files each
-                with contextlib.suppress(ValueError):  # Megatron has destroyed some
+            # Megatron makes dozens of groups, each with open files.
+            for group in made:
+                # Megatron has already destroyed some groups.
+                with contextlib.suppress(ValueError):
                     if isinstance(group, dist.ProcessGroup):
                         dist.destroy_process_group(group)
             logging.disable(logging.NOTSET)
@@ -102,7 +108,8 @@ def gpt(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """A GPT model in Megatron's `DistributedDataParallel`. `options`: of `TransformerConfig`; `ddp`: of the wrapper."""
+    """Return a GPT model in Megatron's `DistributedDataParallel`. `options` are for `TransformerConfig`, `ddp` for the
+    wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -110,7 +117,8 @@ def gpt(
 
     values: dict[str, Any] = {
         "num_layers": 1,
-        "hidden_size": 24,  # with these sizes flat buffers are cut inside rows at 2, 3 and 4 ranks
+        # With these sizes shards of flat buffers end inside rows on 2, 3 and 4 ranks.
+        "hidden_size": 24,
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "ffn_hidden_size": 44,
@@ -143,7 +151,6 @@ def gpt(
 
 
 def optimizer_config(**options: Any) -> Any:
-    """`OptimizerConfig` with Muon's defaults of these tests."""
     from megatron.core.optimizer import OptimizerConfig
 
     values = {"optimizer": "muon", "lr": 0.05, "min_lr": 0.005, "weight_decay": 0.1, "clip_grad": 1.0}
@@ -151,18 +158,17 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """The options of both configs for training in this dtype."""
+    """Return the options of both configs for training in this dtype."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
 
 
 def clean(name: str) -> str:
-    """A parameter's name without the wrapper's prefix."""
     return name.removeprefix("module.")
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Parameters of model chunks; the second of one name is name#1, as the adapter calls it."""
+    """Return the parameters of model chunks by name, where the second of one name is name#1, as in the adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():
@@ -172,7 +178,7 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """(name, elements, main weights) of what Megatron says that this rank holds."""
+    """Return (name, range of elements, main weights) of all shards that Megatron assigns to this rank."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}
@@ -188,8 +194,8 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """Marks by which Megatron's layers say that a parameter is cut over its tensor-parallel group, and the group over
-    which it is replicated."""
+    """How a parameter is sharded over its tensor-parallel group, by the attributes that Megatron's layers set, and the
+    group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
         from megatron.core import parallel_state as state
@@ -205,7 +211,7 @@ class Cut:
         self.num_parts = self.group.size() if self.dim >= 0 else 1
 
     def join(self, param: Tensor) -> Tensor:
-        """The whole parameter. Collective."""
+        """Return the whole parameter. Collective."""
         if self.num_parts == 1:
             return param.detach().clone()
         parts: list[Any] = [None] * self.num_parts
@@ -214,31 +220,31 @@ class Cut:
         return torch.cat([part[i] for i in range(self.stride) for part in blocks], self.dim)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Take the shard of this rank."""
         if self.num_parts == 1:
             return whole
         return tensor_parallel_part(whole, self.group.rank(), self.num_parts, self.dim, self.stride)
 
 
 def tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
-    """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
+    """Return the part of a parameter that Megatron's layers keep: a share of each of `stride` equal blocks,
+    concatenated."""
     return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
 def drawn(shape: Sequence[int], seed: int) -> Tensor:
-    """Eighths, so that no order of adding rounds."""
+    """Return random multiples of 1/8, whose sums are exact in any order."""
     return torch.randint(-16, 17, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 8
 
 
 class Job:
-    """Model chunks under Megatron with their optimizer, and the same parameters in groups of one process.
+    """Model chunks and an optimizer under Megatron, and a dense copy of the parameters in this process.
 
     Args:
-        models: In Megatron's wrapper; None: one made of `options`.
-        ddp: Of the wrapper.
-        config: Of `OptimizerConfig`.
-        muon: Of `get_megatron_optimizer`.
-        options: Of `TransformerConfig`.
+        models: Model chunks in Megatron's wrapper. Default: one chunk made with `options`.
+        ddp: Options of the wrapper.
+        config: Options of `OptimizerConfig`.
+        muon: Options of `get_megatron_optimizer`.
+        options: Options of `TransformerConfig`.
     """
 
     def __init__(
@@ -265,7 +271,8 @@ class Job:
         self.models = models
         self.params = named(models)
         for name, p in self.params.items():
-            if not getattr(p, "allreduce", True):  # experts differ by rank
+            # Experts have other weights on each rank.
+            if not getattr(p, "allreduce", True):
                 p.data.copy_(drawn(p.shape, seed + self.expert_rank + len(name)))
         self.cuts = {name: Cut(p) for name, p in self.params.items()}
         values = {"clip_grad": 0.0, **sharded, **half(dtype), **(config or {})}
@@ -276,15 +283,16 @@ class Job:
         self.dense = Dense(self.optimizer, self.whole())
 
     def whole(self) -> dict[str, Tensor]:
-        """The whole parameters. Collective."""
+        """Return the whole parameters by name. Collective."""
         return {name: self.cuts[name].join(p) for name, p in self.params.items()}
 
     def train(self, step: int, scale: float = 1.0, spoil: bool = False) -> bool:
-        """A step on gradients whose sums do not depend on the number of ranks; False: it was skipped.
+        """Make a step with gradients whose sums do not depend on the number of ranks. Returns False if the step was
+        skipped.
 
         Args:
-            scale: Of the loss.
-            spoil: Whether rank 1 meets an infinite gradient.
+            scale: The loss scale.
+            spoil: Whether a gradient on rank 1 is infinite.
         """
         self.optimizer.zero_grad()
         for model in self.models:
@@ -303,14 +311,13 @@ class Job:
         return bool(self.optimizer.step()[0])
 
     def gradient(self, name: str, step: int) -> Tensor:
-        """The whole gradient of a parameter."""
         cut, shape = self.cuts[name], list(self.params[name].shape)
         shape[cut.dim] *= cut.num_parts
         of_rank = 1 + self.expert_rank if cut.is_expert else 0
         return drawn(shape, 1000 * step + 10 * list(self.params).index(name) + of_rank)
 
     def step(self, step: int, **options: Any) -> None:
-        """A step that is the dense optimizer's, of all weights and main weights."""
+        """Make a step, and assert that all weights and main weights equal those of the dense optimizer."""
         assert self.train(step, **options)
         self.dense.step({name: self.gradient(name, step) for name in self.params})
         now = {name: self.cuts[name].take(p.detach()) for name, p in self.dense.params.items()}
@@ -320,7 +327,7 @@ class Job:
 
 
 class Dense:
-    """The whole parameters on this process, in the groups of Megatron's optimizers."""
+    """A dense copy of the parameters in this process, in the groups of Megatron's optimizers."""
 
     def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
         self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}

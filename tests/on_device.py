@@ -1,4 +1,4 @@
-"""A synthetic model, and what a step of it takes of a device: for tests/test_gpu.py and benchmarks/gpu.py."""
+"""A synthetic model and measurements of a step on a device, for tests/test_gpu.py and benchmarks/gpu.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardmuon.muon import Muon
 
 
 class SyntheticModel(NamedTuple):
-    """Matrices for Muon, vectors for AdamW."""
+    """Parameters of a synthetic model: matrices for Muon and vectors for AdamW."""
 
     matrices: list[nn.Parameter]
     vectors: list[nn.Parameter]
@@ -24,7 +24,7 @@ class SyntheticModel(NamedTuple):
         return [*self.matrices, *self.vectors]
 
     def set_gradients(self, seed: int) -> None:
-        """Draw new ones into the memory of the old, where there are any."""
+        """Set random gradients, in the memory of existing gradients."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for p in self.params:
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -32,7 +32,7 @@ class SyntheticModel(NamedTuple):
 
 
 def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: int = 4) -> SyntheticModel:
-    """A model's parameters with gradients, the same on every device."""
+    """Return parameters with gradients, whose values do not depend on the device."""
     generator = torch.Generator("cpu").manual_seed(0)
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     drawn = [torch.randn(s, generator=generator, device="cpu").to(device) for s in [*shapes, *[(d,)] * num_vectors]]
@@ -43,7 +43,7 @@ def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: 
 
 
 def make_optimizer(model: SyntheticModel, **options: Any) -> Muon:
-    """An optimizer with both kinds of group, after three steps."""
+    """Return an optimizer with a Muon and an AdamW group, after three steps."""
     groups = [{"params": model.matrices}, {"params": model.vectors, "use_muon": False}]
     optimizer = Muon(groups, lr=0.02, **options)
     for _ in range(3):
@@ -59,7 +59,8 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
         return
     torch.cuda.synchronize()
     try:
-        with warnings.catch_warnings():  # torch says once that this is a prototype
+        # torch warns once that its synchronization debug mode is a prototype.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
             torch.cuda.set_sync_debug_mode("error")
         yield
@@ -68,7 +69,7 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
 
 
 def bytes_above(device: torch.device, step: Callable[[], Any]) -> int:
-    """The most that a step takes of a CUDA device beside what stands before it."""
+    """Return the peak memory in bytes that a step allocates on a CUDA device, beyond the memory allocated before it."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -78,10 +79,11 @@ def bytes_above(device: torch.device, step: Callable[[], Any]) -> int:
 
 
 def kernels_of(step: Callable[[], Any]) -> int:
-    """Kernels, copies and fills that a step runs on a CUDA device, as the profiler counts them."""
+    """Return the number of kernels, copies and fills that a step runs on a CUDA device, as the profiler counts them."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA  # torch marks a whole optimizer step there, too
+    # torch also marks the whole optimizer step as an event on the device.
+    cuda = torch.autograd.DeviceType.CUDA
     return sum(event.device_type == cuda and not event.is_user_annotation for event in profile.events())

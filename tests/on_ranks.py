@@ -1,4 +1,4 @@
-"""Tests of which every rank runs the whole."""
+"""A decorator for tests that run completely on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def on_ranks(num_ranks: int) -> Callable[[_Test], _Test]:
-    """Run a test on each of so many ranks, which find it by its name; one that fails on any of them fails."""
+    """Run a test on `num_ranks` ranks, which import the test by name. The test fails if it fails on any rank."""
 
     def decorate(test: _Test) -> _Test:
         @functools.wraps(test)

@@ -1,7 +1,6 @@
-"""Faults that other optimizers are known to have had, each with its job and all that an audit must say of it.
+"""Faults known from other optimizers, each with the job in which it is planted and all findings of an audit.
 
-Each is planted inside the ranks, by replacing a function of the step or by damaging what a rank holds, and undone
-afterwards. benchmarks/audit_sharpness.py and tests of devices plant them, too.
+Each fault is planted on the ranks, by replacing a function of the step or by damaging data, and undone afterwards.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from shardmuon.variants import (
 Shapes = Mapping[str, tuple[int, int]]
 SHAPES: Shapes = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
 VARIED: Shapes = {"tall": (96, 32), "wide": (32, 48), "square": (40, 40)}
-TABLE = "table"  # AdamW's
+TABLE = "table"  # the name of the AdamW parameter
 
 
 def shapes_of(rows: int | None) -> Shapes:
-    """SHAPES, or the like of them with four matrices of so many rows."""
+    """Return SHAPES, or similar shapes whose four equal matrices have this number of rows."""
     if rows is None:
         return SHAPES
     return dict.fromkeys("abcd", (rows, 24)) | {"square": (32, 32), "wide": (12, 40)}
 
 
 class Job:
-    """A small model in a layout. Gradients are not random alone: momentum, gradient and update must differ."""
+    """A small model in a layout, whose gradients make momentum, gradient and update differ."""
 
     def __init__(
         self, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **options: Any
@@ -83,7 +82,6 @@ class Job:
 
 
 def step_of(optimizer: Muon, samples: int = 8) -> AuditReport:
-    """An audited step's report."""
     check = audit(optimizer, samples)
     optimizer.step()
     return check.report
@@ -103,7 +101,7 @@ Plant = Callable[[Job], AbstractContextManager[object]]
 
 
 def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
-    """Replace a function of the step by `make(the original)`, on one rank or on all."""
+    """Return a fault that replaces a function of the step by `make(the original function)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         original = getattr(on, name)
@@ -113,25 +111,25 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 
 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
-    """Damage something once, before the step."""
+    """Return a fault that damages something once, before the step."""
 
     return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Instead of orthogonalizing."""
+    """Return a fault that replaces the orthogonalization of a matrix by `change`."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
 def updates(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Change updates after orthogonalization, on the way to the weights."""
+    """Return a fault that changes updates after the orthogonalization, before they are applied to the weights."""
     return replaced(
         "apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), update
     )
 
 
 def _results(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Change the results of each batch, (B, rows, cols), where they lie."""
+    """Return a fault that changes the results of each batch, (B, rows, cols), in place."""
 
     def make(original: Any) -> Any:
         def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
@@ -149,7 +147,8 @@ Tensors = Sequence[Tensor]
 
 
 def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int | None = None) -> Plant:
-    """Damage what is to be orthogonalized, gradients or momentum when the momentum of some tiles has been updated."""
+    """Return a fault that damages, after a momentum update, the input of the orthogonalization, the gradients or the
+    momentum."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         real = update.momentum_
@@ -166,7 +165,8 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
 
 
 def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Every orthogonalizer wrong in itself: the live step and the audit's dense run call the same one."""
+    """Return a fault that changes the result of every orthogonalizer, in the live step and in the dense reference of
+    the audit."""
 
     def wrong(iteration: Any) -> Any:
         return lambda y, **given: change(iteration(y, **given))
@@ -186,7 +186,7 @@ def _failing_after_the_step(original: Any) -> Any:
 
 
 def _rolled(original: Any) -> Any:
-    """Of the updates of one shape each goes to the next one's weights, whoever has orthogonalized them."""
+    """Apply each update to the weights of the next matrix of the same shape, whichever rank orthogonalized it."""
 
     def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
         alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
@@ -201,13 +201,13 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Below the root mean square of an orthogonal matrix, whose rows lie on two ranks in halves."""
+    """Clamp an update below the root mean square of an orthogonal matrix whose rows are sharded over two ranks."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
 
 def _other_tensor(job: Job) -> AbstractContextManager[object]:
-    """A framework swaps a parameter, and the optimizer does not notice."""
+    """Replace a parameter without the optimizer noticing it, as a framework may do."""
     old = job.params["a"]
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
@@ -217,7 +217,7 @@ def _other_tensor(job: Job) -> AbstractContextManager[object]:
 
 
 def _of_another_layout(job: Job) -> None:
-    """The plan has it that ranks hold each other's pieces of one matrix, as ranks that once stored more might."""
+    """Exchange the pieces of a matrix between ranks in the plan, as if the plan had been made for another layout."""
     plan = job.optimizer.binding.plan  # type: ignore[union-attr]
     first, *others = plan.specs
     first = first._replace(layout=replace(first.layout, held=first.layout.held[::-1]))
@@ -231,7 +231,7 @@ def _swapped_alone(job: Job) -> AbstractContextManager[object]:
 
 @contextmanager
 def _without_agreement(job: Job) -> Iterator[None]:
-    """One holder lost its gradient, and the vote before the step did not see it."""
+    """Remove the gradient of one rank without the vote before the step noticing it."""
     if dist.get_rank() == 1:
         job.params["a"].grad = None
     agreed, real = Ballot(Phase.STEP, Flag.AUDIT), votes.vote
@@ -249,7 +249,7 @@ _NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run_
 
 
 def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
-    """The norm restored for each half of the rows, as on shards."""
+    """Restore the norm of each half of the rows separately, as on shards."""
     if x.shape[1] < 2 * x.shape[2]:
         return _NORMUON(self, x, kept)
     halves = zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)
@@ -257,7 +257,7 @@ def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
 
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
-    """Mean squares along the longer dim, one for each of the shorter one."""
+    """Average squares over the longer dim instead of the shorter one."""
     own = torch.zeros(len(x), min(x.shape[1:]), device=x.device)
     dim = -2 if x.shape[1] >= x.shape[2] else -1
     own.lerp_(x.float().square().mean(dim), 1 - self.beta2)
@@ -286,7 +286,7 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """A live step calls `run` in the stage's place: stages' passes are not shared then."""
+    """Return a fault in which the live step calls `run` instead of the stage, with one pass for each stage."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -300,7 +300,7 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
 
 
 def _norm_of_half(job: Job) -> AbstractContextManager[object]:
-    """The norm of the upper half of the rows of what is kept is taken for the whole's."""
+    """Use the norm of the upper half of the rows as the kept norm of the whole matrix."""
     norms = {p.shape: p.detach()[: len(p) // 2].double().norm() for p in job.params.values()}
     real = HyperballUpdate.factor
 
@@ -311,18 +311,20 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Multiply weights with other factors than the stage's."""
+    """Return a fault that multiplies weights by other factors than those of the stage."""
     return replaced(
         "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
     )
 
 
 def _each_half(job: Job) -> AbstractContextManager[object]:
-    """Each half of the rows keeps its own norm, as where shards take theirs for the whole's."""
+    """Restore the norm of each half of the rows separately, as if a shard used its own norm for that of the whole
+    matrix."""
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
     def products(tiles: Any, numbers: Any) -> None:
-        for weight in tiles:  # one process: each is all of its matrix
+        # In one process each tile is a whole matrix.
+        for weight in tiles:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
 
@@ -330,7 +332,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
-    """Half of a change of the norm is let through."""
+    """Let half of a change of the norm remain."""
     target = kept[:, 0].double().lerp(norm, 0.5)
     kept[:, 0] = target.float()
     return target / norm
@@ -345,22 +347,24 @@ def _kept(job: Job, key: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the job that it is planted in, and all that the audit must say of it (nothing else)."""
+    """A fault, the job in which it is planted, and all that the audit must report."""
 
     plant: Plant
     names: set[str]
-    where: set[str] | None = None  # parameters named; None: any
+    where: set[str] | None = None  # names of the reported parameters; None stands for any
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    also: set[str] = field(default_factory=set)  # what may be said besides, depending on who owns what
-    exact: bool = False  # it shows in bits and counts, or in the products of `options`: others are not tried
+    # further findings that are allowed, depending on the owners of matrices
+    also: set[str] = field(default_factory=set)
+    # The fault shows only in exact comparisons, or only with the products of `options`, so no other products are tried.
+    exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # rows of an update have other lengths
+_LENGTH = ("wrong_matrix",)  # the finding if the rows of an update have wrong lengths
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -370,7 +374,7 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
 
 
 def _left_out(variant: str) -> Fault:
-    """The first stage of a variant does nothing."""
+    """Return a fault in which the first stage of a variant does nothing."""
     stage, names = VARIANTS[variant][0], CASES[variant].left_out
     how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
     also = _LENGTH if "kept_wrong" in names else ()
@@ -382,7 +386,7 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "bf16": {"ns_dtype": torch.bfloat16},
     "fp16": {"method": "standard", "ns_dtype": torch.float16},
     "fp16 gram": {"method": "gram", "ns_dtype": torch.float16},
-    # without it weights would be updated by torch itself
+    # Without a variant torch itself would update the weights.
     "torch": {"method": "torch", "variant": "cautious"},
 }
 
@@ -399,7 +403,8 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        FOUR,  # the largest size of the others is not cut
+        # The larger dim of the other matrices is not sharded, so their scale is right.
+        FOUR,
         says=" shard, not ",
     ),
     "scaled twice": Fault(
@@ -463,7 +468,7 @@ FAULTS = {
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
-        also={"update_differs", "scale_wrong"},  # where the second step goes the same way
+        also={"update_differs", "scale_wrong"},  # allowed if the second update has a similar direction
     ),
     "weights of one replica": Fault(
         now(lambda job: job.params["b"].data.add_(1e-3), rank=1),
@@ -487,7 +492,8 @@ FAULTS = {
         {"wide"},
         "ddp",
         "the momentum on rank(s) 1",
-        also={"wrong_matrix", "update_differs"},  # if rank 1 owns it: replicas report rank 0's momentum
+        # Replicas report the momentum of rank 0, so the update looks wrong if rank 1 owns the matrix.
+        also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
     "gradient of one replica": Fault(
@@ -524,7 +530,7 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # it still sends as many elements as others expect
+    # The rank still sends as many elements as the other ranks expect.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -548,8 +554,10 @@ FAULTS = {
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
-        {"kept_wrong"},  # where rank 1 is the owner; of others it hears what is right
-        also={"wrong_matrix"},  # with fp32 products its update is seen to be off, too
+        # The finding is about matrices that rank 1 owns; for other matrices the owner sends the right state.
+        {"kept_wrong"},
+        # With fp32 products the error of the update is visible, too.
+        also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},
         exact=True,
@@ -597,12 +605,12 @@ FAULTS = {
 }
 
 
-_SOUND: set[str] = set()  # models with options whose second step was audited
+_SOUND: set[str] = set()  # models and options whose second step has been audited
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
-    """A step with a fault, after two sound ones unless it is the `first`. The second step of one model with one set of
-    options has the same bits every time, so it is audited once."""
+    """Audit a step with a fault, after two correct steps unless it is the `first`. The second correct step is audited
+    once for each model and options, because its bits are the same every time."""
     fault = FAULTS[name]
     options = options | fault.options
     job = Job(fault.layout, fault.dtype, fault.shapes or shapes_of(rows), **options)
@@ -631,13 +639,13 @@ def caught_all(
 
 
 def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
-    """Check what `caught` found on each rank."""
     fault = FAULTS[name]
     assert fault.layout == "single" or all(report == reports[0] for report in reports), "ranks disagree"
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        if name == "results of matrices swapped":  # an owner of just one of them has nothing to swap
+        # A rank that owns only one of the four matrices cannot swap results.
+        if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:
             assert where == fault.where

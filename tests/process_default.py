@@ -1,4 +1,4 @@
-"""torch's process-wide defaults, for a while."""
+"""A context manager for the process-wide default dtype and device of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def process_default(name: str) -> Iterator[None]:
-    """A dtype or a device as torch's default for a while."""
+    """Set the default dtype to this dtype, or with "meta" the default device, and reset it at the end."""
     if name == "meta":
         with torch.device("meta"):
             yield

@@ -1,7 +1,7 @@
-"""Ranks that are whole processes and end as a process does, with interpreter and libraries torn down.
+"""Ranks that run a script as whole processes and exit normally, unlike ranks of a `RankPool`, which leave by
+`os._exit`.
 
-Ranks of a `RankPool` leave by `os._exit`. These are forked by one process that has imported torch, once for all
-scripts, and then run a script to its end.
+All of them are forked by one process that has already imported torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-_parent: list[subprocess.Popen[str]] = []  # the process that forks, if it lives
+_parent: list[subprocess.Popen[str]] = []  # the process that forks ranks, or nothing
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Return each rank's exit code and what it wrote to both outputs; `sys.argv` is its number and the arguments."""
+    """Run a script on each rank, with its rank and the arguments in `sys.argv`. Returns exit codes and both outputs."""
     if not _parent:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}
@@ -64,7 +64,7 @@ def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> li
 
 
 def _end() -> None:
-    """Kill it, and the ranks, too."""
+    """Kill the process that forks ranks, and the ranks themselves."""
     while _parent:
         parent = _parent.pop()
         os.killpg(parent.pid, signal.SIGKILL)

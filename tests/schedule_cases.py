@@ -1,5 +1,6 @@
-"""One row for each schedule and number of steps: all that its tests know of it. Run with the name of a new schedule, it
-prints its row here and its two in docs/orthogonalization.md."""
+"""Expected values for each coefficient schedule and number of steps. Run with the name of a new schedule, the script
+prints the row for this table and two rows for docs/orthogonalization.md.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from typing import NamedTuple
 
 
 class ScheduleCase(NamedTuple):
-    """What is known of a schedule's steps.
+    """Expected properties of the steps of a schedule.
 
     Attributes:
-        band: Smallest and largest result for singular values from 0.01 on, to two digits.
-        slope: The product of the a's.
-        errors: For each of `spectra.SPECTRA` the relative Frobenius error to the polar factor in exact arithmetic,
-            rounded up: what the polynomial leaves. Those of Gaussian, log-spaced and power-law values are known for
-            these schedules, but for the square Gaussian, which depends on the seed. Rounding adds to them what the
-            bounds of the dtypes say.
-        restarts: Of the Gram form in fp16, how many or at which steps; and how many in fp32.
+        band: Smallest and largest result for singular values from 0.01 to 1, to two digits.
+        slope: The product of the coefficients a of all steps.
+        errors: Relative Frobenius error to the polar factor in exact arithmetic, rounded up, for each of
+            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law values the errors follow from the schedule, except
+            for the square Gaussian, which depends on the seed. Rounding adds the bounds of the dtypes.
+        restarts: Restarts of the Gram form in fp16, as a number or as the indices of steps, and the number of restarts
+            in fp32.
     """
 
     band: tuple[float, float]
@@ -30,10 +31,10 @@ class ScheduleCase(NamedTuple):
 CASES = {
     ("keller", 5): ScheduleCase((0.68, 1.13), 485, (0.155, 0.204, 0.401, 0.184, 0.247), (1, 1)),
     ("quintic", 5): ScheduleCase((0.98, 1.03), 493, (0.0168, 0.08, 0.371, 0.085, 0.0154), (1, 1)),
-    # the restart is where Dao-AILab's autotuner finds it
+    # The restart is at the step where Dao-AILab's autotuner puts it.
     ("polar_express", 5): ScheduleCase((0.87, 1.12), 976, (0.086, 0.098, 0.268, 0.087, 0.095), ((2,), 1)),
     ("polar_express", 6): ScheduleCase((1.0, 1.0), 1828, (0.00099, 0.0218, 0.155, 0.0011, 0.0013), (2, 2)),
-    # converged: nothing is left but fp64's rounding
+    # After 8 steps the iteration has converged, so that the errors left are those of fp64 rounding.
     ("polar_express", 8): ScheduleCase((1.0, 1.0), 6363, (0.0, 5.6e-5, 0.0089, 0.0, 0.0), (2, 2)),
     ("cans", 5): ScheduleCase((0.86, 1.11), 998, (0.079, 0.093, 0.263, 0.081, 0.081), (1, 1)),
     ("cubic", 5): ScheduleCase((0.81, 1.30), 114, (0.185, 0.243, 0.582, 0.410, 0.172), (1, 1)),
@@ -42,7 +43,6 @@ CASES = {
 
 
 def _print(name: str) -> None:
-    """The rows of a schedule."""
     import torch
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum
@@ -64,7 +64,7 @@ def _print(name: str) -> None:
         f"| `{name}` | {forms[0]} | {forms[1]} |",
     )
     for row in rows:
-        print(re.sub(r"(\de-)0", r"\1", row))  # 2e-5, as the tables have it
+        print(re.sub(r"(\de-)0", r"\1", row))  # Numbers are printed like 2e-5, as in the tables.
 
 
 if __name__ == "__main__":

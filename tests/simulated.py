@@ -1,4 +1,4 @@
-"""Simulated ranks: layouts and views, and the step of all ranks in one process, whose exchanges are slices."""
+"""Simulated ranks: layouts, views, and a step of all ranks in one process, in which slices replace exchanges."""
 
 from __future__ import annotations
 
@@ -35,27 +35,30 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
+# PAIRS and APART are machines with hardly any network between pairs of ranks, or between single ranks, so that each
+# replica orthogonalizes all matrices itself.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)  # replicas share the work: nothing else gains enough
+# With this latency between nodes replicas share the orthogonalization, because no other choice saves enough time.
+SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Plans of this process are chosen by another machine's rates; None: by its own."""
+    """Make the plans of this process with the rates of another machine, or with its own rates if it is None."""
     return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
 
 
-REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")  # layouts of which it is then true
+# layouts in which each replica orthogonalizes all matrices itself on the machine PAIRS
+REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
-    """Cut a tensor into what each rank stores."""
+    """Return the part of a whole tensor that each rank stores."""
     return {rank: stored(of_rank, whole) for rank, of_rank in zip(layout.ranks, layout.held, strict=True)}
 
 
 def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
-    """One rank's storage of a tensor."""
+    """Return the storage of a whole tensor on one rank."""
     places = []
     for piece, local in of_rank:
         if isinstance(piece, FlatRange):
@@ -77,7 +80,7 @@ def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamLayout:
-    """The pieces of each rank, one after the other along dim 0 of its storage."""
+    """Return a layout in which each rank stores its pieces one after another along dim 0."""
     found = []
     for mine in pieces.values():
         at, held = 0, []
@@ -89,7 +92,8 @@ def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamL
 
 
 def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
-    """Each rank stores these intervals [start, stop) of a dim, one after the other; of another dim than 0 just one."""
+    """Return a layout in which each rank stores its intervals [start, stop) of a dim, one after another. Only for dim 0
+    may a rank have several intervals."""
     zeros = (0,) * len(view.shape)
 
     def box(start: int, stop: int) -> Box:
@@ -100,7 +104,8 @@ def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, 
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
-    """Each row of the grid is a replica, cut along a dim; the last ranks may be left with little or nothing."""
+    """Return a layout in which each row of the grid is a replica that is sharded along a dim. The last ranks may have
+    few rows or none."""
     num = view.shape[dim]
     step = -(-num // len(grid[0]))
     cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
@@ -108,7 +113,8 @@ def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamL
 
 
 def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
-    """Rank i of n stores the i-th part of both halves of the rows: several pieces in one storage."""
+    """Return a layout in which rank i of n stores the i-th part of both halves of the rows, as two pieces of one
+    storage."""
     half = view.shape[0] // 2
     part = half // len(ranks)
     starts = {rank: (at * part, half + at * part) for at, rank in enumerate(ranks)}
@@ -121,7 +127,7 @@ def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLa
 
 
 def unlike_replicas(view: MatrixView) -> ParamLayout:
-    """Three parts of the rows, each on two or three of four ranks, which store theirs in unlike orders."""
+    """Return a layout of three row blocks, each stored by two or three of four ranks in different orders."""
     cuts = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
     orders = (0, 1), (2, 1), (0, 2), (2, 0, 1)
     return along(view, 0, {rank: [(cuts[i], cuts[i + 1]) for i in of] for rank, of in enumerate(orders)})
@@ -134,7 +140,7 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """A parameter with stages that keep as many numbers of a matrix as its longer side has."""
+    """Return a parameter with stages that keep as many numbers for each matrix as the longer side of the matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -158,7 +164,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# what `matrix_view` is told of each of VIEWS, as options of a group
+# OPTIONS has the views of VIEWS as options of a parameter group.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -183,13 +189,15 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Pairs of a case and a layout: each case on one in `every` layouts, and each layout with one in `every` cases."""
+    """Return pairs of a case and a layout: each case with one in `every` layouts, and each layout with one in `every`
+    cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """One row in `every` in both arithmetics, the others in the CPU's own: who multiplies what is the same in both."""
+    """Return test parameters, of which one in `every` also runs with the other dtype of products. The owners of
+    matrices do not depend on the dtype, so the other rows run only once."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -199,14 +207,13 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # of each parameter
+    groups: Sequence[Mapping[str, Any]],  # one group for each parameter
     chooser: Chooser = _AUTO,
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
-    wide: Collection[int] = (),  # numbers of parameters whose wires are fp64, as if they were
+    wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, as fp64 parameters would be
 ) -> Plan:
-    """The plan of parameters with these layouts."""
     how = replace(chooser, device=device)
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
@@ -222,7 +229,8 @@ def planned(
 
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-    """Every rank has all that is kept; of a stack that is cut by its matrices, that of its own matrices."""
+    """Return the layout of the state that a stage keeps. Every rank has all of it, except for a stack that is sharded
+    by matrices, where a rank has the state of its own matrices."""
     view = layout.view.kept(sizes)
     boxes = [held for of_rank in layout.held for held in of_rank]
     rest = layout.view.shape[1:]
@@ -233,13 +241,12 @@ def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
 
 
 def group_of(**options: Any) -> dict[str, Any]:
-    """A group with these options."""
     (group,) = Muon([torch.ones(2, 2).requires_grad_()], **{"lr": 0.05, **options}).param_groups
     return group
 
 
 def kinds_of(work: Work) -> list[tuple[object, ...]]:
-    """`Work.kinds` as validation gives them."""
+    """Return the value that validation sets as `Work.kinds`."""
     tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
         (id(settings), *((t.dtype, t.device) for t in of if t is not None), at in work.rounding)
@@ -248,14 +255,14 @@ def kinds_of(work: Work) -> list[tuple[object, ...]]:
 
 
 class SimulatedRanks:
-    """Steps a plan on all of its ranks.
+    """Steps a plan on all ranks in one process.
 
     Attributes:
         plan: The plan.
-        weights, momenta: Of each parameter, what each rank stores.
-        kept: Of each parameter and each of its `Spec.kept`, the same.
-        watches: Rank -> of weights that are zeros.
-        orthogonalized: Matrices, counted so far.
+        weights, momenta: For each parameter, the storage of each rank.
+        kept: For each parameter and each entry of its `Spec.kept`, the storage of each rank.
+        watches: For each rank, the watch for weights that are zero.
+        orthogonalized: Number of matrices orthogonalized so far.
     """
 
     def __init__(self, plan: Plan, weights: Sequence[Tensor], device: torch.device = CPU) -> None:
@@ -273,11 +280,11 @@ class SimulatedRanks:
         groups: Sequence[Mapping[str, Any]],
         rounding: Callable[[int], Mapping[int, Rounding]] = lambda rank: {},
     ) -> None:
-        """One step of all ranks."""
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]
-        settings = [said[said.index(one)] for one in said]  # one object for equal ones: they are stepped in one call
+        # Groups with equal options share one object, because only such groups are stepped in one call.
+        settings = [said[said.index(one)] for one in said]
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
         self._settled |= set(stages)
@@ -306,7 +313,8 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            while runs:  # a turn of all ranks
+            # All ranks run one phase in each round.
+            while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(program.num_owned for program in programs.values())
         for of_set in self._sets(stages):
@@ -318,7 +326,7 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Each set, on each of its ranks."""
+        """Return every set of ranks that sums norms together, as a `WeightSet` on each rank of the set."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
@@ -332,15 +340,14 @@ class SimulatedRanks:
 
 
 class SimulatedExchange:
-    """The all-to-alls of one bucket among simulated ranks, which must agree about every size. All give what they send
-    before any waits."""
+    """The all-to-alls of one bucket among simulated ranks, which must agree about every size. All ranks send before any
+    rank waits."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
         self._sent: dict[int, list[tuple[Tensor, ...]]] = {rank: [] for rank in ranks}
 
     def start(self, rank: int, send: Tensor, send_splits: Ints, recv_splits: Ints) -> SimpleNamespace:
-        """Stand-in for `shardmuon.comm.groups.start`."""
         self._sent[rank].append(send.split(list(send_splits)))
         number = len(self._sent[rank]) - 1
 

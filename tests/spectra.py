@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# (kind, rows, cols): the five spectra on which Newton-Schulz variants are compared
+# Newton-Schulz variants are compared on five spectra, given as (kind, rows, cols).
 SPECTRA = (
     ("gauss", 256, 1024),
     ("gauss", 256, 256),
@@ -33,14 +33,18 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], seeds: Itera
 
 
 def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
-    """Bit for bit; in particular no NaN, which equals nothing."""
+    """Assert that all tensors are equal bit for bit, and contain no NaN."""
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         assert a.dtype == b.dtype
         assert torch.equal(a, b), f"tensor {i} differs by {(a.double() - b.double()).abs().max():.2e}"
 
 
 def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
-    """gauss: normal entries. log: 1 .. 1e-3, evenly in the logarithm. power: 1/i. rank r: a product of normals."""
+    """Return a matrix with a known spectrum.
+
+    The kind "gauss" has normal entries, "log" has singular values from 1 to 1e-3, evenly spaced in the logarithm,
+    "power" has singular values 1/i, and "rank r" is a product of two normal matrices.
+    """
     if kind == "gauss":
         return normal(rows, cols, dtype=torch.float64)
     if kind.startswith("rank"):
@@ -53,6 +57,6 @@ def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
 
 
 def polar_factor(x: Tensor) -> Tensor:  # (rows, cols), fp64
-    """U V^T of the singular value decomposition. Directions without a singular value stay zero."""
+    """Return U V^T of the singular value decomposition, where directions with a zero singular value are left out."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     return (u * (s > s.amax() * 1e-12)) @ vh

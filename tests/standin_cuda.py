@@ -1,7 +1,7 @@
-"""Enough of torch.cuda on the CPU for Megatron's Python code to run: one device, streams that do nothing.
+"""Replaces as much of torch.cuda on the CPU as Megatron's Python code needs: one device, and streams that do nothing.
 
-Only for tests that ask whether shardmuon reads what Megatron really builds. Work that streams would run side by side
-runs in order here, so nothing is learned about races.
+The tests check that shardmuon reads the objects that Megatron builds; races between streams cannot be found, because
+all work runs in order.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from torch.overrides import TorchFunctionMode
 
 
 def _nothing(*args: Any, **kwargs: Any) -> mock.MagicMock:
-    """Make a stream or an event: takes any call and waits for nothing."""
     return mock.MagicMock(device=torch.device("cpu"), cuda_stream=0)
 
 
 def _on_cpu(device: object) -> object:
-    """Return the CPU for a CUDA device or its number; anything else as it is."""
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         return device
     return "cpu" if isinstance(device, int) or str(device).startswith("cuda") else device
 
 
 class _OnCpu(TorchFunctionMode):
-    """Everything that asks for CUDA gets the CPU."""
+    """A mode that replaces CUDA devices in all calls by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -48,7 +46,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """Everything is put back at the end, for ranks serve other tests too."""
+    """Run Megatron's CUDA code on the CPU. Everything is restored at the end, because ranks run other tests, too."""
     functions: dict[str, Any] = {
         "current_device": lambda: 0,
         "current_stream": _nothing,

@@ -1,5 +1,6 @@
-"""Claims about a real accelerator. Where there is none, steps of one process run on the stand-in of `cuda_shape.py` and
-the comparison of layouts on CPU ranks, so that both are known to run; the others are skipped."""
+"""Tests on a real accelerator. Without one, tests of one process use the simulated device of `cuda_shape.py`, the
+comparison of layouts runs on CPU ranks, and all other tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +34,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
     "gram": {"method": "gram"},
 }
-SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}  # a batch has 64 slots
+# Without a GPU smaller matrices save time, because a batch has 64 slots.
+SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}
 
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """The first GPU, or its stand-in."""
+    """Yield the first GPU, or a simulated device."""
     with nullcontext() if NUM_GPUS else CudaShape():
         yield torch.device("cuda") if NUM_GPUS else CUDA
 
@@ -56,7 +58,7 @@ def test_a_steady_step_does_not_wait(config: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("config", ["standard", "gram"])
 def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device: torch.device) -> None:
-    """On the stand-in nothing is replayed, and nothing compared."""
+    """The simulated device captures a graph but cannot replay it, so results are compared on a GPU only."""
     eager, captured = make_model(device, **SMALL), make_model(device, **SMALL)
     one, other = (make_optimizer(model, **CONFIGS[config]) for model in (eager, captured))
     graph = torch.cuda.CUDAGraph()
@@ -74,9 +76,11 @@ def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device
 @on_gpu
 @pytest.mark.parametrize(("config", "kernels"), [("default", 1100), ("standard", 400), ("gram", 1100)])
 def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand_in(config: str, kernels: int) -> None:
-    """Some operations are two kernels (a product that adds copies its summand first), so up to half more."""
+    """Some operations take two kernels on a GPU (a product that adds copies its summand first), so the bounds on
+    kernels are up to one and a half times those on the simulated device."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
-    # as in test_cuda_shape.py, with 10% for the allocator's blocks and the matrix library's work space
+    # The bound is that of test_cuda_shape.py, with 10% for blocks of the allocator and 64 MiB for the workspace of the
+    # matrix library.
     assert bytes_above(CUDA, optimizer.step) <= 1.1 * (6 * 32 * 2**20 + 4 * 2**24) + 2**26
     assert kernels_of(optimizer.step) <= kernels
 
@@ -84,7 +88,6 @@ def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand
 @on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
-    """benchmarks/audit_sharpness.py --device cuda takes 1,000 of them."""
     for seed in range(40):
         findings, statuses, _, drawn = healthy(dtype, seed, 64, "cuda")
         assert findings == [], drawn
@@ -95,8 +98,10 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
-    """Step a row of `LAYOUTS` on ranks and the same matrices on this rank alone, with products in fp32 and in bf16.
-    `about`: the error of one more step in which waits are errors, or ""."""
+    """Step a layout on ranks and the same matrices on this rank alone, with fp32 and with bf16 products.
+
+    `about` of a comparison is the error of one more step in which host synchronizations are errors, or "".
+    """
 
     def once_more(optimizer: Muon) -> str:
         try:
@@ -143,7 +148,7 @@ FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
     [*itertools.product(LAYOUTS, [None]), *itertools.product(FEW_LAYOUTS, EVERY_VARIANT)],
 )
 def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, variant: str | None) -> None:
-    """Over gloo, which moves what lies on a device by way of the host."""
+    """gloo moves CUDA tensors through host memory, so the ranks may wait for the device."""
     compared(get_pool(4), layout, "cuda", 2, variant, may_wait=True)
 
 
@@ -167,7 +172,8 @@ def test_planted_faults_are_named_on_a_device(products: str) -> None:
 def test_the_script_times_every_contender_and_names_those_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("gpu")
-    monkeypatch.setattr(script, "kernels_of", lambda step: 7)  # the profiler and the allocator know a real device only
+    # The profiler and the memory statistics need a real device.
+    monkeypatch.setattr(script, "kernels_of", lambda step: 7)
     monkeypatch.setattr(script, "bytes_above", lambda device, step: 0)
     with CudaShape():
         lines, _ = script.timings(CUDA, d=16, layers=1, rounds=1)

@@ -1,4 +1,4 @@
-"""Content of `pip install shardmuon`: the built wheel and source archive."""
+"""The contents of the wheel and the source archive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from shardmuon import __version__
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src"  # shardmuon, and its satellites
+SOURCE = ROOT / "src"  # the folder of shardmuon and its satellite packages
 
 pytest.importorskip("build", reason="needs the build package of the extra 'dev'")
 pytest.importorskip("twine", reason="needs the twine package of the extra 'dev'")
@@ -31,7 +31,7 @@ def _run(*command: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source archive and the wheel made from it, as an index would get them; built from copies of what git has."""
+    """Build the source archive, and the wheel from that archive, from a copy of all files that git does not ignore."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
     source.mkdir()
@@ -53,7 +53,6 @@ def test_the_index_would_take_both(built: tuple[Path, Path]) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
-    """The source archive, too, has the licence."""
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
@@ -81,7 +80,7 @@ def test_the_wheel_runs_as_a_module_and_as_a_command(built: tuple[Path, Path], t
         wheel.extractall(tmp_path)
         (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
         assert "shardmuon = shardmuon.commands.main:main" in wheel.read(name).decode()
-    # `python -m shardmuon --version`, and where that is imported from
+    # The code runs `python -m shardmuon --version`, and prints the path from which shardmuon is imported.
     code = (
         "import runpy, sys, shardmuon; print(shardmuon.__file__); sys.argv[1:] = ['--version']; "
         "runpy.run_module('shardmuon', run_name='__main__', alter_sys=True)"

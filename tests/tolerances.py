@@ -1,26 +1,26 @@
 """Tolerances for tests: a number of roundings, or the error of the plain formula computed in a dtype.
 
 [Note: one rounding]
-    A number stored in a dtype is off by at most u = eps / 2 of itself, the unit roundoff. So k operations, each rounded
-    once, leave a relative error of at most k u (to first order). That holds for every element, on every machine: fused
-    operations round less often. A sum of n terms, added one after the other, has the error (n - 1) u relative to the
-    sum of their absolute values. Errors of many terms partly cancel: the root mean square is u sqrt(n / 6) relative to
-    the result for terms of either sign (the i-th partial sum is sqrt(i) terms large and is rounded by u / sqrt(3)), and
-    u sqrt(n) / 3 for positive ones. sqrt(n / 6) covers both, as long as n u is small.
+    Rounding to a dtype changes a number by at most u = eps / 2 of itself, the unit roundoff, so k rounded operations
+    have a relative error of at most k u, to first order. Fused operations round less often, so the bound is valid on
+    every machine. A sequential sum of n terms has an error of at most (n - 1) u relative to the sum of absolute values.
+    Errors of many terms partly cancel: the root mean square is u sqrt(n / 6) relative to the result for terms of either
+    sign (the i-th partial sum is about sqrt(i) terms large, and its rounding error is u / sqrt(3) of that), and u
+    sqrt(n) / 3 for positive terms. sqrt(n / 6) covers both while n u is small.
 
 [Note: rounding of the steps]
-    How far rounding moves an orthogonalized matrix depends on the matrix. So the formula is computed with plain
-    products, each rounded to the dtype (sums of half precision in fp32), on the matrix with each element off by up to a
-    rounding, and compared with fp64. Three times the largest of a few such errors is allowed, or three roundings of the
-    result for each step if that is more. fp64 has no better arithmetic to compare with: its errors are derived from
-    those of fp32, in proportion. The Gram form loses more on some spectra: 64 times as much is allowed (`test_gram.py`
-    holds its worst case to 8).
+    The effect of rounding on an orthogonalized matrix depends on the matrix. The bound is therefore measured: the
+    formula is computed with every product rounded to the dtype (with fp32 sums for half precision), on copies of the
+    matrix with random errors of up to one rounding, and compared with fp64. The tolerance is three times the largest
+    error of a few copies, but at least three roundings of the result for each step. For fp64, which has no wider
+    reference, it is scaled down from fp32. The Gram form loses more on some spectra, so its tolerance is 64 times as
+    large (`test_gram.py` limits its worst case to 8 times).
 
 [Note: polar factors]
-    A library's SVD is exact for a matrix that is off by a small multiple of u ||X||. LAPACK calls that multiple a
-    modest function of the shape; the larger side is more than is seen in practice. An error of norm e moves the polar
-    factor by at most e over the smallest nonzero singular value (by 2 e / (s_i + s_j) between two directions), and the
-    singular vectors are orthogonal to the same multiple of u.
+    An SVD routine returns the exact SVD of a matrix whose error is a small multiple of u ||X||. LAPACK calls the
+    multiple a modest function of the shape; the larger side is more than the multiples seen in practice. An error of
+    norm e moves the polar factor by at most e over the smallest nonzero singular value (by 2 e / (s_i + s_j) between
+    two directions), and singular vectors are orthogonal up to the same multiple of u.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from shardmuon.auditing.reference import relative_error
 
 Coefficients = Sequence[tuple[float, float, float]]
 
-KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # the default schedule, typed in as an independent source
+# The coefficients of the default schedule are typed in to be independent of the package.
+KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """u: the largest relative error of one rounding."""
+    """Return the unit roundoff u, the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
 def sum_roundoff(
-    dtype: torch.dtype,  # in which the sum is accumulated
+    dtype: torch.dtype,  # dtype in which the sum is accumulated
     num_terms: int,
 ) -> float:
-    """Error of a sum relative to its own size, see [Note: one rounding]."""
+    """Return the expected error of a sum relative to its own size, see [Note: one rounding]."""
     return roundoff(dtype) * math.sqrt(num_terms / 6)
 
 
@@ -56,9 +57,10 @@ def sum_roundoff(
 
 
 def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
-    """Assert that all bits are equal: dtype, shape, signs of zeros, payloads of NaN. Takes tensors, lists and dicts.
+    """Assert that tensors, or lists and dicts of tensors, have equal dtypes, shapes and bits, signs of zeros and
+    payloads of NaN included.
 
-    Use it for the same arithmetic on another layout, which must not change any bit.
+    Use this check for the same arithmetic on another layout, which must not change any bit.
     """
     if isinstance(expected, Mapping):
         assert list(found) == list(expected), f"{what}: found {list(found)}, expected {list(expected)}"
@@ -85,8 +87,8 @@ def _bytes(tensor: Tensor) -> Tensor:  # (elements, bytes)
 
 
 def assert_rounded(
-    found: Any,  # a tensor or a number
-    expected: Any,  # the exact value, or one that was rounded, too
+    found: Any,
+    expected: Any,
     *,
     roundings: float,
     dtype: torch.dtype | None = None,
@@ -98,9 +100,9 @@ def assert_rounded(
     Args:
         found: A tensor or a number.
         expected: The expected value.
-        roundings: Total number of rounding operations on both sides. Pass it as the expression it is derived from, not
-            as a bare number. A sum of n terms counts as n - 1, or sqrt(n / 6) if its errors can be treated as random.
-        dtype: Dtype to which they were rounded. Default: the dtype of `found`, fp64 for numbers.
+        roundings: Total number of rounded operations on both sides, preferably as the expression from which the number
+            is derived. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as random.
+        dtype: Dtype of the roundings. Default: the dtype of `found`, or fp64 for a number.
         scale: Magnitude relative to which roundings are measured. If terms cancel, pass the sum of their absolute
             values. Default: the expected value.
         what: Name of the value in the error message.
@@ -108,7 +110,8 @@ def assert_rounded(
     dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)
     a, b = _double(found), _double(expected)
     assert a.shape == b.shape, f"{what}: found shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    same = (a == b) | (a.isnan() & b.isnan())  # also equal infinities
+    # Equal infinities count as the same.
+    same = (a == b) | (a.isnan() & b.isnan())
     size = (b if scale is None else _double(scale)).abs()
     allowed = roundings * (roundoff(dtype) * size + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
     wrong = ~(same | ((a - b).abs() <= allowed))
@@ -121,7 +124,7 @@ def assert_rounded(
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float, what: str = "value") -> None:
-    """Assert that ||found - expected|| is at most `bound` * ||expected||. A function of this module gives the bound."""
+    """Assert that ||found - expected|| is at most `bound` * ||expected||. Functions of this module compute bounds."""
     assert found.shape == expected.shape, f"{what}: found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     difference = relative_error(_double(found), _double(expected))
     assert difference <= bound, f"{what}: off by {difference:.3g} of its norm, allowed {bound:.3g}"
@@ -140,7 +143,7 @@ def steps_written_out(
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # (rows, cols) fp64
-    """Compute the steps as the formula reads, with every product rounded to `dtype`."""
+    """Compute the steps literally, with every product rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def rounded(x: Tensor) -> Tensor:
@@ -162,17 +165,19 @@ def orthogonalization_bound(
     *,
     gram: bool = False,
 ) -> float:
-    """Upper bound of the error (Frobenius norm, not relative) of orthogonalization with products of `dtype`.
+    """Return an upper bound of the error (absolute, in the Frobenius norm) of an orthogonalization with products of
+    `dtype`.
 
-    See [Note: rounding of the steps]. Without a matrix, every product of every step counts one rounding, amplified by
-    the slope at zero. `gram` is True for the Gram form.
+    See [Note: rounding of the steps]. Without a matrix the bound counts one rounding for every product of every step,
+    amplified by the slope at zero. `gram` is True for the Gram form.
     """
     unit = roundoff(dtype)
     if matrix is None:
         return 3 * len(coefficients) * math.prod(a for a, _, _ in coefficients) * unit
     low = torch.float32 if dtype == torch.float64 else dtype
     exact, error = steps_written_out(matrix, coefficients), 0.0
-    for seed in range(2 if matrix.numel() > 10_000 else 8):  # small matrices vary more by chance, and are cheap
+    # Small matrices get more random trials, because their errors vary more and each trial costs little.
+    for seed in range(2 if matrix.numel() > 10_000 else 8):
         nudges = torch.rand(matrix.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
         found = steps_written_out(_double(matrix) * (1 + roundoff(low) * nudges), coefficients, low)
         error = max(error, 3 * float((found - exact).norm()) * unit / roundoff(low))
@@ -183,9 +188,10 @@ def polar_bound(
     matrix: Tensor,  # (rows, cols)
     rank: int | None = None,
 ) -> float:
-    """Upper bound of the error (Frobenius norm) of a polar factor by an SVD in fp64, see [Note: polar factors].
+    """Return an upper bound of the error (in the Frobenius norm) of a polar factor from an SVD in fp64, see [Note:
+    polar factors].
 
-    `rank`: number of nonzero singular values. Default: all.
+    `rank` is the number of nonzero singular values, by default all of them.
     """
     values = torch.linalg.svdvals(_double(matrix))[:rank]
     condition = float(values[0] / values[-1])
@@ -207,12 +213,12 @@ def assert_same_orthogonalization(
 
     Args:
         found: Result with products of `dtype`.
-        expected: Another such result, or with `exact` one computed in fp64 in another way.
+        expected: Another such result, or with `exact` a result computed in fp64 in another way.
         dtype: Dtype of the products.
         coefficients: Coefficients of each step.
         matrix: The input of the orthogonalization.
         gram: True for the Gram form.
-        exact: True if no rounding of `expected` needs to be allowed for.
+        exact: True if the rounding of `expected` is negligible.
         what: Name of the result in the error message.
     """
     sides = 1 if exact else 2
@@ -236,12 +242,12 @@ def assert_same_update(
     exact: bool = False,
     what: str = "update",
 ) -> None:
-    """Assert that two steps applied the same update: compares (before * decay - after) / lr, which a small lr cannot
-    hide.
+    """Assert that two steps applied the same update. The comparison is of (before * decay - after) / lr, so that a
+    small lr hides no difference.
 
     The bound is that of `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights: the decayed
-    weight and the difference are each rounded once, so each side's recovered update is off by at most
-    2 u ||weights|| / lr.
+    weight and the difference are rounded once each, so that the recovered update of each side is off by at most 2 u
+    ||weights|| / lr.
 
     Args:
         found: Weights after the step.
@@ -252,8 +258,8 @@ def assert_same_update(
         scale: Factor of the orthogonalized matrix besides lr ("match_rms_adamw", ...).
         dtype: Dtype of the products.
         coefficients: Coefficients of each step.
-        matrix: The input of the orthogonalization. Without it the bound holds for any matrix, and is hundreds of times
-            wider.
+        matrix: The input of the orthogonalization. Without a matrix the bound is valid for any matrix, and hundreds of
+            times wider.
         exact: True if `expected` was computed in exact arithmetic (its weights are still stored in its dtype).
         what: Name of the update in the error message.
     """

@@ -1,7 +1,7 @@
-"""One row for each variant with stages: what tests cannot read from the stages themselves. Copy a row to add one.
+"""One row for each variant with stages, with expected values that tests cannot read from the stages. To add a variant,
+copy a row.
 
-All tests of variants take their rows from here or from `VARIANTS` of shardmuon/variants. This is data alone, since
-tests/golden/table.py runs in older trees, too.
+The file has data only, because tests/golden/table.py also imports it in older revisions of the repository.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 
 class VariantCase(NamedTuple):
-    """A variant.
+    """Expected values for a variant.
 
     Attributes:
-        launches: Kernels that it adds to a step on an accelerator, at most: of one layer, and of four. Where they are
-            too few test_cuda_shape.py prints what it found.
-        left_out: All that an audit says of a step without its first stage: mostly "variant_wrong" of a stage before the
-            orthogonalizer, "kept_wrong" of one after it that keeps numbers, "wrong_matrix" of other lines,
-            "clipped_update" or "scale_wrong" of one factor for the matrix, "norm_wrong" of weights. Where it says
-            otherwise test_audit.py prints what it said.
+        launches: Most kernels that the variant adds to a step on an accelerator, for one layer and for four. If a
+            number is too small, test_cuda_shape.py prints the number found.
+        left_out: All findings of an audit of a step without the first stage: usually "variant_wrong" for a stage before
+            the orthogonalizer, "kept_wrong" for a stage after it that keeps state, "wrong_matrix" for wrong rows or
+            columns, "clipped_update" or "scale_wrong" for one wrong factor, and "norm_wrong" for a stage on weights. If
+            the findings differ, test_audit.py prints them.
     """
 
     launches: tuple[int, int]
@@ -31,4 +31,5 @@ CASES = {
     "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
-LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))  # the first three have rows by name, too
+# The first three variants also occur by name in tests.
+LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))

@@ -1,4 +1,6 @@
-"""AdamW groups are torch.optim.AdamW: its bits, its state, its checkpoints; and its bits on shards, too."""
+"""AdamW groups of Muon, compared bit for bit with torch.optim.AdamW: updates, state and checkpoints, on one process and
+on shards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from torch.optim import lr_scheduler
 from shardmuon import Muon
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
-WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))  # 64 bytes at a time in any dtype
+# Each tensor in WHOLE fills whole blocks of 64 bytes in every dtype of DTYPES.
+WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
 
@@ -38,7 +41,7 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
-    """Bits are those of torch's fused kernel on whole vectors."""
+    """Compare with torch's fused kernel, on tensors whose sizes fill whole SIMD vectors."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -46,7 +49,8 @@ def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
         for o, params in ((ours, mine), (torchs, theirs)):
             set_gradients(params, seed)
             if seed == 2:
-                params[2].grad = None  # skipped, and its counter stands still
+                # A parameter without a gradient is skipped, and its step count does not advance.
+                params[2].grad = None
             o.step()
         assert_equal(mine, theirs)
         for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -65,7 +69,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        if at == 2:  # what torch's groups have and ours do not
+        # torch.optim.AdamW groups have options that AdamW groups of Muon lack, such as amsgrad.
+        if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))
     assert made[1].param_groups[0]["use_muon"] is False
@@ -73,7 +78,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
 
 
 BETTER = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# options here, and torch's that say the same; a scheduler
+# Each row has the options of our AdamW group, the equivalent options of torch.optim.AdamW, and a function that makes a
+# scheduler.
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "a tensor lr": ({**OPTIONS, "lr": torch.tensor(0.25)}, {**OPTIONS, "lr": 0.25}, None),
     "a tensor lr and other options": ({**BETTER, "lr": torch.tensor(0.25)}, {**BETTER, "lr": 0.25}, None),
@@ -111,7 +117,6 @@ def test_options_defaults_and_schedulers_mean_what_they_mean_in_torch(case: str)
 )
 @on_ranks(4)
 def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) -> None:
-    """Three steps of a sharded and a dense optimizer on equal gradients."""
     shapes = [*SHAPES, (1, 6), (64, 3)]
     groups = adamw_group(Spec(f"{i}", shape, as_in(layout), dtype=dtype) for i, shape in enumerate(shapes))
     job, dense = Job(groups), whole(groups)
@@ -121,23 +126,25 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
         assert not job.unlike_whole(dense.named())
     for p in job.specs:
         kept = job.state[p]
-        assert float(kept["step"]) == 3.0  # counted also where this rank holds nothing
+        # A rank counts steps even for a parameter of which it stores no elements.
+        assert float(kept["step"]) == 3.0
         for t in (kept["exp_avg"], kept["exp_avg_sq"]):
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# ways in which equal values lie in memory
+# Each function returns the same values in another memory layout.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],
     lambda t: t.t().contiguous().t(),
-    lambda t: t.new_zeros(5 + t.numel())[5:].view(t.shape).copy_(t),  # at an odd address
+    # The copy starts 5 elements into its storage, so its address is not aligned.
+    lambda t: t.new_zeros(5 + t.numel())[5:].view(t.shape).copy_(t),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
-    """Random tensors against their pieces, cut anywhere and laid in any way, beside each other in any order."""
+    """Step a random matrix and its row blocks, which are cut, stored and ordered at random, and compare the bits."""
     draw, ends = random.Random(f"{dtype}"), 0
     for seed in range(40):
         rows, cols = draw.randint(1, 40), draw.choice([1, 2, 3, 7, 16, 33, 64])
@@ -151,7 +158,8 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
         one, other = (Muon(adamw_group(of, lr=lr), lr=1e-3) for of in ([whole], order))
         for step in (1, 2, 3):
             grad = scale * normal(rows, cols, seed=1000 * step + seed, dtype=dtype)
-            grad = grad[:1].expand(rows, cols) if seed % 5 == 0 else grad  # one row, as `weight.sum()` gives it
+            # The gradient of `weight.sum()` is one row, expanded to the whole shape.
+            grad = grad[:1].expand(rows, cols) if seed % 5 == 0 else grad
             whole.grad = grad.clone(memory_format=torch.contiguous_format)
             for part, piece in zip(parts, grad.split(sizes), strict=True):
                 part.grad = piece if seed % 5 == 0 else draw.choice(FORMS)(piece)
@@ -167,13 +175,15 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) -> None:
-    """They are copied side by side for one call of the kernel, and a call has one count."""
+    """The optimizer copies small tensors side by side for one call of the fused kernel, and one call takes a single
+    step count."""
     mine, alone = (parameters(dtype, ((3,), (5,), (7,), (9, 1))) for _ in range(2))
     together, single = Muon(adamw_group(mine), lr=1e-3), [Muon(adamw_group([p]), lr=1e-3) for p in alone]
     for seed in range(4):
         for params in (mine, alone):
             set_gradients(params, seed)
-            for late in params[seed + 1 :]:  # each begins a step later than the one before it
+            # Parameter i has its first gradient in step i.
+            for late in params[seed + 1 :]:
                 late.grad = None
         for optimizer in (together, *single[: seed + 1]):
             optimizer.step()

@@ -1,7 +1,8 @@
-"""Whatever is wrong on one rank of a call: all ranks of its component raise it, and nothing has changed.
+"""A fault on one rank raises an error on all ranks that share parameters with that rank, and leaves parameters and
+state unchanged.
 
-One table of faults, played on layouts and in calls of all kinds: on one rank something is changed, all call, and what
-was changed is put back. The next step has the bits of a twin that never made the bad call.
+Each fault changes something on one rank before all ranks make a call; afterwards the next step must have the bits of a
+twin that never made the failed call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardmuon.testing.layouts import mesh_of
 
 
 class Fault(NamedTuple):
-    """A change on one rank, what everybody must be told, and what that rank raises if not a ValueError."""
+    """A change on one rank, a pattern of the error on all ranks, and the class of the error on the changed rank."""
 
     do: Callable[[Job], Any]
     says: str
@@ -96,11 +97,12 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    job.optimizer.binding = None  # names are read for a plan
+    # Parameter names are read only when a plan is made.
+    job.optimizer.binding = None
 
 
 def _moved(job: Job) -> None:
-    """The other matrices into a group of their own: all are listed in the same order, with another lr."""
+    """Move all matrices but the first to a new group with another lr, without changing their order."""
     old = job.groups[0]
     new = {**old, "lr": 0.3}
     for key in ("params", "param_names"):
@@ -109,7 +111,7 @@ def _moved(job: Job) -> None:
 
 
 def _given(**options: Any) -> Callable[[Job], None]:
-    """An optimizer of the same groups with other options of the whole."""
+    """Return a fault that replaces the optimizer by one with the same groups and other constructor options."""
 
     def do(job: Job) -> None:
         keys = {"params", "param_names", "process_group", "use_muon", "adjust_lr_fn"}
@@ -227,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         MemoryError,
     ),
 }
-# of plain tensors that several ranks store
+# REPLICA_FAULTS are for plain tensors that are replicated on several ranks.
 REPLICA_FAULTS: dict[str, Fault] = {
     "gradient of another shape": Fault(in_gradient(lambda g: g[:3]), r"rank \d: a\d+: its gradient .*\(3, 8\)"),
     "process group": Fault(_option("process_group", None), r"ranks? \d"),
@@ -254,7 +256,8 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
-        elif kind == "crossed":  # the block of the same shape across the diagonal of a grid
+        # Swapping the placements selects the block of the same shape across the diagonal of the mesh.
+        elif kind == "crossed":
             placements = placements[::-1]
         else:
             placements = ({"replicated": Replicate(), "columns": Shard(1), "partial": Partial()}[kind],) * mesh.ndim
@@ -291,7 +294,7 @@ SHARD_FAULTS: dict[str, Fault] = {
         for kind in ("plain", "replicated", "columns", "mesh", "cut")
     },
 }
-# of two dims that two axes of a mesh cut
+# GRID_FAULTS are for matrices whose two dims are sharded over two mesh axes.
 GRID_FAULTS: dict[str, Fault] = {
     "gradient crossed": Fault(_put("crossed"), r"rows: .*ranks \[\d.* gradient that is placed unlike the parameter"),
     "momentum crossed": Fault(
@@ -299,7 +302,8 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# an optimizer that has voted with nobody yet finds its component where one set of ranks is all of it
+# WHOLE_FAULTS replace the optimizer. A new optimizer has not voted yet, so it finds all connected ranks only in layouts
+# where one set of ranks contains every rank.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),
@@ -312,13 +316,13 @@ ALL = FAULTS | REPLICA_FAULTS | SHARD_FAULTS | GRID_FAULTS | WHOLE_FAULTS
 
 
 def _anew(job: Job) -> None:
-    """Make the step the first one: without state or plan."""
+    """Clear the state and the plan, so that the next step is like a first step."""
     job.state.clear()
     job.optimizer.binding = None
 
 
 class Call(NamedTuple):
-    """A call of an optimizer, with what comes before, and whether it must notice every fault."""
+    """A call on an optimizer, its preparation, and whether the call must detect every fault."""
 
     call: Callable[[Job], object]
     before: Callable[[Job], object] = lambda job: None
@@ -332,8 +336,9 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # rank -> the fault on it
-Found = tuple[str, str, list[str]]  # class and text of what a rank raises, and what is unlike afterwards
+Round = dict[int, str]  # maps a rank to the fault on that rank
+# the class and text of the error on a rank, and the names of the values that differ afterwards
+Found = tuple[str, str, list[str]]
 
 
 def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
@@ -353,7 +358,7 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
             CALLS[call].call(job)
         except BaseException as refused:
             kind, text = type(refused).__name__, str(refused)
-            # reading a group fills in what AdamW's have
+            # Reading an AdamW group fills in its default options, so its keys for these options may differ.
             wrong = [f"refused: {key}" for key in unlike(before, job.held()) if not key.endswith(OF_ADAMW)]
         else:
             CALLS[call].call(twin)
@@ -365,14 +370,14 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
 
 
 def _component(layout: str, ranks: set[int]) -> set[int]:
-    """All ranks that share something with these, directly or over others."""
+    """Return all ranks that share parameters with `ranks`, directly or through other ranks."""
     for _ in range(8):
         ranks = ranks.union(*(set(sets) for sets in FAMILIES.get(layout, FAMILIES["chain"]) if ranks & set(sets)))
     return ranks
 
 
 def _check(layout: str, call: str, rounds: Sequence[Round], everyone: Sequence[list[Found]]) -> int:
-    """How many were refused."""
+    """Check the errors of all ranks, and return the number of rounds that were refused."""
     refused = 0
     for number, faults in enumerate(rounds):
         concerned = _component(layout, set(faults))
@@ -418,8 +423,9 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]  # also in a first step
-# layout, call, ranks, faults, and how many of them must be refused
+# The faults in FRESH do not depend on optimizer state, so a first step must detect them, too.
+FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
+# Each case has a layout, a call, the number of ranks, the faults, and the least number of faults that must be refused.
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),
     ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::6]]), 31),

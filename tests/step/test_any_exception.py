@@ -1,8 +1,6 @@
-"""Whatever is raised on one rank before the ranks have agreed is raised on all of them at once, with its cause.
+"""An exception on one rank before the ranks have agreed on a call is raised promptly on all ranks, with its cause.
 
-No list of guarded places: the functions are found by watching a healthy call (`injection`), and an exception is raised
-in each of them on one rank, of every kind in turn. A rank that hears of it late would wait for the time-out, which
-is longer than the promise (`PROMPT`). Ranks share all, or parameters with some ranks only; which, is drawn, too.
+The functions in which to raise are found by tracing a successful call (`injection.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ Groups = list[dict[str, Any]]
 
 
 def _mixed() -> Groups:
-    """Shards, replicas, a rank's own matrices and AdamW's vectors in one optimizer."""
     cut, places = as_in("fsdp2"), {"process_group": dist.group.WORLD}
     shared = [Spec("shard", (7, 128), cut), Spec("replica", (6, 128))]
     return [
@@ -49,7 +46,6 @@ def _mixed() -> Groups:
 
 
 def _saved() -> Groups:
-    """A DTensor, a tensor-parallel shard, a replica and AdamW's vector."""
     return [
         {"params": [Spec("shard", (7, 5), as_in("fsdp2")), Spec("replica", (4, 6))]},
         {"params": [Spec("cut", (6, 256), as_in("tp row"))], "tp_group": dist.group.WORLD, "process_group": ()},
@@ -58,7 +54,8 @@ def _saved() -> Groups:
 
 
 def _everything() -> Groups:
-    """Shards over pairs of ranks, rows anywhere and none on some ranks, groups of which none contains all others."""
+    """Return groups with shards over pairs of ranks, uneven rows that some ranks lack, and overlapping process groups
+    of which none contains all the others."""
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     parallel = {"tp_group": mesh.get_group(1), "process_group": mesh.get_group(0)}
     out: Groups = [
@@ -92,21 +89,24 @@ CPU = partial(
     momentum_dtype=torch.bfloat16,
     momentum_device="cpu",
 )
-AUDITED = partial(INT8, audit_every=1)  # not in first steps: it would find that the state goes away
+# A first step is not tested with audits, because the audit would report that the test clears the state.
+AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
-STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))  # 1 plants in every function of the large jobs, which takes minutes
-HEALTHY = 8  # after so many functions a call that must succeed: what a refusal left behind would break it, or the next
+# With PLANT_STRIDE=1 an exception is raised in every function of the large jobs, which takes minutes.
+STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
+# After every HEALTHY functions one call must succeed, which would fail if a refused call had left something behind.
+HEALTHY = 8
 
 
 class Case(NamedTuple):
-    """One call in which exceptions are planted.
+    """A call in which exceptions are raised on purpose.
 
     Attributes:
         world: Number of ranks.
-        jobs: Makers of jobs, of which each is planted in those functions that none before has called.
-        what: The call.
-        least: So many times all ranks raise.
-        stride: In every how-manieth function.
+        jobs: Functions that make a job. Exceptions are raised only in functions that no earlier job has called.
+        what: The name of the call.
+        least: The least number of exceptions that all ranks must raise.
+        stride: Exceptions are raised in every `stride`-th function.
     """
 
     world: int
@@ -131,13 +131,13 @@ CASES = {
 
 
 class Calls(NamedTuple):
-    """A job's call.
+    """The call of a job in which exceptions are raised.
 
     Attributes:
         job: The job.
-        call: The call, in which exceptions are planted.
+        call: The call.
         begin, last: See `known_places`.
-        between: What comes before each call, given a seed.
+        between: The preparation of each call, which takes a seed.
     """
 
     job: Job
@@ -147,7 +147,7 @@ class Calls(NamedTuple):
     between: Callable[[int], object]
 
     def before(self, at: int) -> None:
-        """Bring the job to its call, now and then after a healthy one and a step."""
+        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step."""
         if not at % HEALTHY:
             self.between(at)
             self.call()
@@ -156,7 +156,6 @@ class Calls(NamedTuple):
 
 
 def _calls(job: Job, what: str, folder: str) -> Calls:
-    """Bring a job to where the call may come, and return it."""
     optimizer, numbers = job.optimizer, itertools.count()
     if what == "step":
         for seed in (1, 2):
@@ -167,11 +166,10 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
     job.set_gradients(1)
     if what == "first step":
         optimizer.prepare()
-        return Calls(
-            job, optimizer.step, "step", None, lambda seed: optimizer.state.clear()
-        )  # momentum is made in each
+        return Calls(job, optimizer.step, "step", None, lambda seed: optimizer.state.clear())
     if what == "plan":
-        optimizer.prepare()  # what is cached runs no second time
+        # The first call fills the caches, because cached functions do not run again in later calls.
+        optimizer.prepare()
         return Calls(job, optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
         optimizer.step()
@@ -189,7 +187,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
         return Calls(job, saved_or_loaded, what, "_none", lambda seed: None)
     scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))  # makes the scale
+    # The first call of `scale` creates the tensor of the scale.
+    scaler.scale(torch.ones(()))
 
     def clip_or_unscale() -> None:
         if what == "unscale":
@@ -200,18 +199,21 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     def anew(seed: int) -> None:
         job.set_gradients(10 + seed)
-        if what == "clip twice":  # one is placed otherwise, so that the ranks talk, redistribute it, and talk again
+        # A gradient with another placement makes the ranks redistribute it between two exchanges of messages.
+        if what == "clip twice":
             grad = job.model.shard.grad
             assert isinstance(grad, DTensor)
             job.model.shard.grad = grad.redistribute(placements=[Replicate()])
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    return Calls(job, clip_or_unscale, begin, "_none", anew)  # until the last talk
+    # No function is named "_none", so exceptions are raised up to the last exchange of messages.
+    return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Functions that were found, where an exception passed unnoticed, and how often all ranks raised."""
+    """Return the functions of the call, those whose exception passed unnoticed, and the number of exceptions that all
+    ranks raised."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -222,9 +224,10 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # unscaling says that the step must start anew, a second talk redistributes before
+        # A refused unscaling requires new gradients, and clipping may redistribute a gradient before its second
+        # exchange of messages, so gradients are not compared.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # DCP makes its own of any, also of interrupts
+        # DCP turns every exception, interrupts included, into one of its own class.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")
@@ -256,7 +259,8 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """Errors of clipping and of the step after it, with an exception on rank 1 after the last talk about the norm."""
+    """Return the errors of clipping and of the step after it, with an exception on rank 1 after the last exchange of
+    messages about the norm."""
     join(store)
     job = PLAIN()
     job.step(1)
@@ -291,7 +295,6 @@ def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
 def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Nobody hears of it any more; the gradients of that rank are gone, and the next step is refused everywhere."""
     first, second = pools[2].run(_after_the_norm_is_known, str(tmp_path / "store"))
     assert "foreach_mul_" in {name for name, *_ in second}
     raised = {"ExchangeError", *(kind.__name__ for kind in STAYS)}
@@ -301,7 +304,7 @@ def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(
 
 
 def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
-    """A model whose own hook raises on rank 1 when weights are loaded into it: what loading and stepping say."""
+    """Return the errors of loading and stepping with a model whose load hook raises on rank 1."""
     join(store)
     job = SAVED()
     job.step(1)
@@ -333,7 +336,7 @@ def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
 def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_follows(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Refused last, when the other ranks have loaded everything and would train on without that one."""
+    """The hook raises after the other ranks have loaded all weights, so a step would continue without rank 1."""
     for (loading, stepping), changed in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping

@@ -1,4 +1,4 @@
-"""Plans that are made and copied, and the fingerprints by which replicas are compared before one."""
+"""The plan of an optimizer, copies and pickles of optimizers, and fingerprints of tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_the_plan_is_what_is_known() -> None:
 
 @pytest.mark.parametrize("given", [(0,), (), None], ids=str)
 def test_copies_and_pickles_take_every_attribute_of_the_constructor(given: tuple[int, ...] | None) -> None:
-    """Of a group that was set later, a step takes a process group, or its ranks, as well as a reference."""
+    """A copy or a pickle may lose a process group that was assigned to a parameter group, so either value is accepted
+    for it."""
     options = {"method": "gram", "momentum_dtype": "int8"}
     optimizer = Job([{"params": [Spec("a", (6, 8))]}], **options).optimizer
     optimizer.prepare()
@@ -72,8 +73,11 @@ def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("size", "count", "trials"), [(4, 4, 500), (64, 8, 3_000), (768, 4, 500), (40_000, 16, 100)])
 def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> None:
-    """A sum of words times weights misses 4 of 1,000 of the second kind, so 12 of the 3,000 here; a plain sum, and one
-    of place times word, miss neighbours that drift against each other."""
+    """Small drifts change the fingerprint of a tensor, which weaker checksums miss.
+
+    A weighted sum of the words misses about 12 of the 3,000 drifts of size 64; a plain sum, or a sum of words times
+    their index, misses neighbouring elements that drift in opposite directions.
+    """
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)
     known, seen = fingerprint(x), set()

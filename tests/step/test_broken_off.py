@@ -1,7 +1,7 @@
-"""A rank that fails after all have agreed: the others end with words that say what to do, and none waits on.
+"""A rank that fails after all ranks have agreed on a step makes the other ranks raise an error that says what to do.
 
-Each case runs in processes of its own, which end as the case says. Their time-out is long, so that a slow machine
-breaks no step; only where nobody hears of an end before it, it is short once all ranks have made a step.
+Each case runs in new processes, with a long time-out so that a slow machine breaks no step, or a short one after the
+first step where only the time-out can end the wait.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
-NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
-PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # seconds
+# There are 16 matrices with 4 owners, and each bucket has one matrix of each owner.
+NUM_BUCKETS = 4
+PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds, and VICTIM is the rank that fails.
 
 
 def _job(layout: str) -> Job:
@@ -57,7 +58,7 @@ def _job(layout: str) -> Job:
 
 
 def _wait_for_all(store: str, but: int | None = None) -> None:
-    """Wait until all ranks have told what they saw."""
+    """Wait until every rank, except `but`, has written its result file."""
     while not all(Path(f"{store}.{rank}").exists() for rank in range(4) if rank != but):
         time.sleep(0.02)
 
@@ -72,14 +73,15 @@ HOW: dict[str, Callable[[str], object]] = {
 
 
 class Case(NamedTuple):
-    """A way in which one rank ends a step.
+    """A way in which one rank fails during a step.
 
     Attributes:
-        layout: What is stepped.
-        how: Of `HOW`.
-        holder, name, calls: The rank ends after so many calls of this function; 0: instead of one.
-        says: What the others say, as a pattern.
-        own: What a rank that lives on says itself.
+        layout: The layout of the job.
+        how: A key of `HOW`.
+        holder, name, calls: The rank fails after `calls` calls of the function `name` of `holder`; with 0, instead of
+            the first call.
+        says: A pattern of the errors of the other ranks.
+        own: A pattern of the error of the failing rank itself, if its process continues.
     """
 
     layout: str
@@ -92,7 +94,8 @@ class Case(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """Seconds of the second step's time-out: of a process that has ended others hear at once."""
+        """Time-out of the second step in seconds, which is short only where the other ranks cannot see that a process
+        has ended."""
         return SHORT if self.how == "hangs" or self.own.startswith(("E", "K")) else PATIENT
 
 
@@ -104,15 +107,17 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """A pattern of what is said in any of these turns of a step."""
+    """Return a pattern of the errors of a step in its phases `first` to `last`, in the order of `turns`."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In the second bucket, from where to where a survivor may notice: from the oldest exchange that the dead rank may have
-# left half sent, or the first that a survivor starts after its death, to the wait for the first that it never started.
-# "relay": it has its own results and has begun to pass none on to the other replica.
+# In each case the rank fails in its second bucket. The arguments of `_in_turns` are the first and the last phase in
+# which another rank may notice the failure. The first is the oldest exchange that the dead rank may have left half
+# sent, or the first one that another rank starts after the failure; the last is the wait for the first exchange that
+# the dead rank never started. In "relay" the dead rank has its own results and has sent none of them on to the other
+# replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),
@@ -159,7 +164,7 @@ def _join(store: str, rank: int) -> None:
 
 
 def _set_timeout(seconds: float) -> None:
-    """Of all process groups and lanes that there are."""
+    """Set the time-out of every process group and lane of this rank."""
     limit = timedelta(seconds=seconds)
     c10d: Any = dist.distributed_c10d
     for group, ranks in c10d._world.pg_group_ranks.items():
@@ -190,7 +195,8 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 
 
 def main(rank: int, name: str, store: str) -> None:
-    """A step, another in which one rank ends, and a third; then, where all live, a new group and the state before."""
+    """Make a step, a second one in which one rank fails, and a third; where all ranks live on, restore the state in a
+    new process group and compare with a twin."""
     torch.set_num_threads(1)
     _join(store, rank)
     case, job = CASES[name], _job(CASES[name].layout)
@@ -198,7 +204,8 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        job.state.clear()  # norms are reduced before the update, too
+        # Without state the norms are also reduced before the update.
+        job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)
     job.set_gradients(1)
@@ -210,7 +217,8 @@ def main(rank: int, name: str, store: str) -> None:
     Path(f"{store}.{rank}.part").write_bytes(pickle.dumps((seen, job.optimizer.broken)))
     Path(f"{store}.{rank}.part").rename(f"{store}.{rank}")
     if case.own:
-        _wait_for_all(store)  # a rank that lives on does not end its connections
+        # A process that continues must keep its connections open, so that the other ranks run into the time-out.
+        _wait_for_all(store)
     if name == "is late":
         twin = _job(case.layout)
         for seed in range(3):
@@ -227,7 +235,8 @@ def main(rank: int, name: str, store: str) -> None:
             twin.step(seed)
             job.step(seed) if seed else None
         assert unlike(job.held(), twin.held()) == []
-    os._exit(0)  # without the threads of gloo
+    # Leave the process without waiting for the threads of gloo.
+    os._exit(0)
 
 
 REAL = {at: getattr(*at) for at in ((bucket, "_orthogonalize"), (Side, "apply_results"))}
@@ -238,14 +247,15 @@ _SCRIPT = "import sys\nfrom test_broken_off import main\nmain(int(sys.argv[1]), 
 @pytest.mark.apart
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
-    """The others end at once where a process has ended, after the time-out of the group where it lives on. If it ended
-    amid an exchange, gloo may tell some of them after the time-out, too (seen once). A rank that exchanges nothing with
-    it may have all results: it completes the step, and the next vote says whom it misses."""
+    """The other ranks fail at once if a process has died, and after the time-out of the group if the process of the
+    failed rank continues. After a death in the middle of an exchange gloo may also report the failure to some ranks
+    only after the time-out. A rank that exchanges nothing with the failing rank completes the step, and its next vote
+    reports the missing rank."""
     case, store = CASES[name], str(tmp_path / "store")
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
     assert all(err == "" or code for code, _, err in ended), ended
     assert [code for code, *_ in ended] == [3 if rank == VICTIM and gone else 0 for rank in range(4)]
-    took: list[float] = []  # seconds of the ranks that something was raised on
+    took: list[float] = []  # seconds until the error, on each rank that raised one
     for rank in range(4):
         if rank == VICTIM and gone:
             continue
@@ -288,7 +298,7 @@ def _scaled(optimizer: Muon) -> None:
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
     loop: Callable[[Muon], None], where: tuple[Any, str], error: BaseException, named: str
 ) -> None:
-    """The momentum has moved: another try would move it twice."""
+    """A retry after a broken step is refused because it would update the momentum a second time."""
     job, twin = (Job([{"params": [Spec("a", (6, 8))]}, {"params": [Spec("v", (4,))], "use_muon": False}]) for _ in "12")
     for one in (job, twin):
         one.step(0)
@@ -319,7 +329,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 leaves after its first vote."""
+    """Rank 1 leaves after its first vote, and the step of rank 0 must fail."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -333,7 +343,7 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """Pickles have the ranks of the last vote, which mean nothing in another process."""
+    """A pickle has the ranks of the optimizer's last vote, which are meaningless in another process."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

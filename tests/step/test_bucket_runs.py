@@ -1,4 +1,4 @@
-"""Buckets on simulated ranks: weights have the bits of the step on whole tensors."""
+"""Steps of whole plans on simulated ranks, compared bit for bit with steps on whole tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 
-CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype, elements in one call
+# Each case has options, a dtype and the number of elements that one call updates at most.
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {
     "plain": ({}, torch.float32, 1 << 17),
     "no nesterov": (
         {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
@@ -43,9 +44,8 @@ POLICIES += [Policy(9000, machine) for machine in MACHINES.values()]
 def test_simulated_ranks_have_the_bits_of_the_formula(
     model: list[tuple[ParamLayout, dict[str, Any]]], case: str, policy: Policy, seed: int
 ) -> None:
-    """Random shapes, meshes, placements and flat ranges, in buckets of any size; three steps with changing lr, a
-    gradient missing in one of them. Tiles of several parameters are stepped in one call, few of
-    them in each, or a large one in slabs."""
+    """The models, the bucket size and the portion per call are random; lr changes in each of three steps, and one
+    gradient is missing in the second."""
     options, dtype, portion = CASES[case]
     torch.manual_seed(seed)
     weights = [torch.randn(layout.view.shape).to(dtype) for layout, _ in model]
@@ -70,15 +70,15 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
 
 
 def _loads(view: MatrixView) -> list[Load]:
-    """The tiles of a whole tensor, one after the other in a buffer."""
+    """Return the loads that copy all tiles of a whole tensor into a contiguous buffer, one after another."""
     tiles = [tile for by_rank in ParamLayout.replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
     return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
 
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
-    """The same tiles in a row-major storage, a transposed one, one with gaps that begins in the middle of memory, and
-    again in a row-major one; then in a buffer that has them in the opposite order."""
+    """The storages are row-major, transposed, strided with an offset, and row-major again; the last buffer has the
+    tiles in reverse order."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     loads, whole = _loads(view), torch.arange(48.0).view(6, 8)
     side = Side(loads, [view], [view.shape])

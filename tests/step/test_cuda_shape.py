@@ -1,8 +1,6 @@
-"""A step on an accelerator, as far as a CPU can tell: the real step on tensors that say cuda:0.
+"""Steps on the simulated CUDA device of `cuda_shape.py`: values, kernel launches, host synchronizations and memory.
 
-See `cuda_shape.py` for what stands in for CUDA and NCCL. It carries values, so updates are compared with those of a
-plain CPU step; it records launches, waits and uploads; and it refuses what a device or NCCL would refuse. The faults at
-the end are put in on purpose: the stand-in must see each of them.
+The faults at the end are planted, and the simulated device must detect each of them.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def _values(tensor: Tensor) -> Tensor:
 def _made(
     cut: Cut = _there, which: Sequence[int] = range(len(SHAPES)), dtype: torch.dtype = FP32, **options: Any
 ) -> Job:
-    """Some of the parameters in one place, and an optimizer of theirs."""
+    """Return a job with the parameters `which` of SHAPES, stored by `cut`."""
     specs = [Spec(f"{i}", SHAPES[i], cut, dtype=dtype) for i in which]
     kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
     groups = [{"params": [spec for spec in specs if len(spec.shape) == n], **kind} for n, kind in kinds.items()]
@@ -61,7 +59,7 @@ def _made(
 
 
 def _found(job: Job) -> dict[str, Tensor]:
-    """Weights, and what stages keep of them."""
+    """Return the weights of a job and the state that post-processing stages keep for them."""
     kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
     return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 
@@ -83,7 +81,7 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
     ids=str,
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Matrices of a bucket together, beside each alone: batches of several and of one, lines that leave gaps."""
+    """The shapes give batches of one and of several matrices, and rows with gaps between them."""
     here = _made(torch.clone, dtype=dtype, **options)
     before = _found(here)
     here.step(1)
@@ -94,10 +92,11 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # sums of at most 40 x 16 squares of a result of fifteen products of at most 40 terms
+            # The error is that of sums of at most 40 x 16 squares of a result of fifteen products, each with at most 40
+            # terms.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # ten operations on either side, of steps of size lr
+            # Each side rounds ten operations, on steps of size lr.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -130,7 +129,7 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # the tensor's lr is rounded to fp32: a few roundings of a sum of |weight| and lr, in each of three steps
+        # A tensor lr is rounded to fp32, so each of three steps adds a few roundings of a sum of |weight| and lr.
         assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
 
 
@@ -180,7 +179,7 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Pieces of this rank after two steps, waits and uploads in the second."""
+    """Return this rank's shards after two steps, and the waits and uploads of the second step."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
@@ -216,7 +215,7 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 
 
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
-    """Records of one steady step, its bytes beside what stands, and its plan."""
+    """Return the records of one steady step, the peak of its temporary memory in bytes, and its plan."""
     d = 768
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     with CudaShape(ranks=ranks, values=False) as mode:
@@ -240,19 +239,20 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
     return mode, live.peak, optimizer.plan
 
 
-# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products and 6 launches to
-# normalize (5 of a single matrix), 1 that fills it up with zeros where it is not full and 1 that puts the result in its
-# place; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the same size on every layout,
-# here 4, so that a matrix has the same bits on each: one rank has 15 or 16 batches, the first of 8 has 4 or 5, of one
-# or two matrices. fp16 products that torch does not write into memory of ours take copies into aligned slots. Beside
-# that a bucket with an exchange has momentum twice (of what travels first, then of what stays while that is on its
-# way), one copy for each shape that came and one that goes.
+# Most kernel launches of a steady step, for 48 matrices and 50 vectors at d = 768. A batch takes 15 products, 6
+# launches to normalize (5 for a single matrix), 1 to fill it up with zeros if it is not full and 1 to write its result;
+# a batch of "gram" takes about 47 launches, half of them fp16 products split in two. Batches have the same size on
+# every layout, 4 matrices here, so that the bits of a matrix do not depend on the layout: one rank has 15 or 16
+# batches, and the first of 8 ranks has 4 or 5, of one or two matrices each. fp16 products that torch cannot write into
+# a given buffer are copied into aligned slots. A bucket with an exchange also launches momentum twice (for the matrices
+# to send, then for those that stay, while the exchange runs), one copy for each shape received and one copy of the
+# matrices to send.
 BUDGETS = {
     ("standard", 8): 76,
     ("standard", 1): 375,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # "gram" where that has less arithmetic
+    ("auto", 8): 168,  # "auto" chooses "gram" where the Gram form needs fewer FLOPs
     ("auto", 1): 747,
 }
 
@@ -261,10 +261,12 @@ BUDGETS = {
 def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_it_must(
     method: Any, ranks: int
 ) -> None:
-    """Memory in units of an owner's part of a bucket (32 MiB): two that travel or wait, the iterate before and after a
-    product and the result turned back. In fp32: what momentum makes of a portion, or an update that is widened: at most
-    2^24 elements, or what this rank holds of a bucket. In the Gram form and its m x m matrices everything is fp32
-    beside."""
+    """The memory bound counts buffers of one owner's part of a bucket (32 MiB).
+
+    Two buffers are for exchanges, and three for the iterate before and after a product and for the transposed result;
+    the Gram form needs another one for its m x m matrices and other fp32 tensors. The bound adds one fp32 temporary of
+    momentum or update, which has at most 2^24 elements.
+    """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []
     assert found.launches.total() <= BUDGETS[method, ranks], found.launches
@@ -272,7 +274,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # decay, one addition for each scale that a bucket has, fp32 of what came in bf16
+    # The launches are the decay, one addition for each of up to three scales in a bucket, and the cast of bf16 results
+    # to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24
@@ -280,8 +283,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
-# Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.
-# Each matrix is summed by itself, so that its bits hang on no other; the rest runs on batches or lists of them.
+# The most launches that a variant may add to a steady step of one rank, for 4 matrices of 4 shapes and for 16 matrices
+# of the same shapes. Each matrix is summed by its own launch, so that its bits do not depend on other matrices; all
+# other operations run on batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 
@@ -295,7 +299,7 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 
 
 def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
-    """Lists of dense pairs stay lists: pieces that are not have launches of their own."""
+    """One foreach call updates all pairs of dense tensors, and each non-dense tensor takes launches of its own."""
     with CudaShape(values=False) as mode:
         cut = torch.empty(16, 64, device=CUDA)[:, :32]
         params = [nn.Parameter(t) for t in (cut, *torch.empty(20, 16, 32, device=CUDA))]
@@ -347,7 +351,8 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
             lambda: torch.equal(x, x),
             torch.cuda.synchronize,
             lambda: x.copy_(torch.zeros(3)),
-            lambda: torch.empty(3).copy_(x, non_blocking=True),  # memory that is not pinned is waited for
+            # A copy to memory that is not pinned waits for the device.
+            lambda: torch.empty(3).copy_(x, non_blocking=True),
         ]
         for wait in waits:
             mode.clear()
@@ -372,7 +377,8 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
     assert launches_of("_foreach_mul_", (gaps, 2.0)) == 2, "not dense"
 
 
-# name -> what is replaced and by what, options, ranks, what the stand-in records or says
+# Each fault has the function to replace, its replacement, options, the number of ranks, and the record or error by
+# which the simulated device must detect the fault.
 FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     "norms are summed on the CPU under NCCL": (
         "shardmuon.step.stages.wire_device",
@@ -435,5 +441,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count(ranks, layers=1, **options)
             return
-        found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)  # budgets are of the whole model
+        # The launch budgets are for the whole model of 12 layers.
+        found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

@@ -1,4 +1,6 @@
-"""torch's process-wide defaults (dtype, device) change no bit of a step: every tensor made inside says what it is."""
+"""The process-wide default dtype and device of torch do not change the bits of a step, because every tensor is created
+with an explicit dtype and device.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def _steps(
     scale: float = 1.0,
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
-    """Every weight and every number of the state after a few steps under a default, as stored."""
+    """Return the storages of all weights and state tensors after three steps under a default dtype or device."""
     full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [
@@ -42,7 +44,8 @@ def _steps(
     groups: list[dict[str, Any]] = [
         {"params": [("wide", params["wide"])], "variant": "cautious"},
         {"params": [("tall", params["tall"])]},
-        {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},  # fp16 has no 1e-8
+        # An eps of 1e-8 is zero in fp16.
+        {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},
     ]
     with process_default(default):
         optimizer = Muon(groups, lr=0.02, **options)
@@ -66,8 +69,7 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ALONE, ids=str)
 def test_a_default_changes_no_bit_of_a_step(options: dict[str, Any]) -> None:
-    """However momentum is stored and whatever orthogonalizes."""
-    # fp16 scales near 1e-7 are zero
+    # Gradients near 1e-6 have quantization scales below 1e-7, which fp16 cannot represent.
     for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0), (FP64, 1.0)):
         expected = _steps("float32", options, dtype, scale)
         for name in DEFAULTS:
@@ -96,7 +98,8 @@ def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
 @pytest.mark.parametrize("how", ["loaded", "found"])
 def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
-    """Files written under another default have them: what the codes mean is kept, and the next scales are fp32."""
+    """A checkpoint written under another default dtype has scales of that dtype: the codes keep their values, and the
+    next scales are fp32."""
     found = []
     for change in (how, ""):
         w = nn.Parameter(normal(8, 256, seed=1))
@@ -104,7 +107,8 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
         w.grad = normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]
-        state[SCALE] = state[SCALE].to(wrong).float()  # a value that both dtypes have
+        # Rounding gives a value that both dtypes represent.
+        state[SCALE] = state[SCALE].to(wrong).float()
         if change:
             state[SCALE] = state[SCALE].to(wrong)
         if change == "loaded":

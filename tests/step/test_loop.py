@@ -1,6 +1,6 @@
-"""A training loop around the optimizer leaves the update what it is on one process.
+"""Training loops with micro-batches, unused layers and loss scaling give the update of one process.
 
-Gradients of the models here are small whole numbers, so that every order of summation gives the same bits.
+The gradients of these models are small whole numbers, so that every order of summation gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
 
 class _Net(nn.Module):
-    """Whole numbers in, whole numbers out. `side` is not used by every batch."""
+    """A model whose weights are whole numbers; some batches skip the layer `side`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,16 @@ def _batch(step: int, micro: int, rank: int) -> Tensor:
     return _whole(2, 6, seed=1000 * step + 100 * micro + rank)
 
 
-UNUSED = 1  # the step whose batches do not use `side`
+# In this step no batch uses the layer `side`.
+UNUSED = 1
 MICROS = 3
 
 
 def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
-    """Weights after three steps, each on the mean over ranks of the sum over micro-batches; "alone": on one process."""
+    """Return the weights after three steps, each on the mean over ranks of the gradients summed over micro-batches.
+
+    `engine` is the name of a layout, or "alone" for one process.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     net = _Net()
     model: Any = DistributedDataParallel(net, find_unused_parameters=True) if engine == "ddp" else net
@@ -83,7 +87,8 @@ def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         with torch.no_grad():
-            for local in map(local_if_any, net.parameters()):  # to quarters, so that the next gradients are exact, too
+            # Rounding weights to quarters keeps the next gradients exact.
+            for local in map(local_if_any, net.parameters()):
                 local.copy_((local * 4).round().clamp(-8, 8) / 4)
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in net.parameters()]
 
@@ -103,7 +108,7 @@ def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_
 
 
 def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
-    """Groups of a job whose matrices are in these layouts in turn."""
+    """Return the groups of a job whose three matrices cycle through `layouts`."""
     rest = as_in({"ddp": "ddp", "tp": "replicate"}.get(layouts[0], "fsdp2"))
     vectors = {"params": [Spec("bias", (9,), rest), Spec("gain", (3,), rest)], "lr": 0.01, "use_muon": False}
     first, second, third = itertools.islice(itertools.cycle(map(as_in, layouts)), 3)
@@ -114,7 +119,8 @@ def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
 
 def _scaler(kind: type = GradScaler, **options: Any) -> Any:
     scaler = kind("cpu", init_scale=1024.0, growth_interval=2, **options)
-    scaler.scale(torch.ones(()))  # makes the scale, as a loop does by its loss
+    # The first call of `scale` creates the scale, as the loss does in a training loop.
+    scaler.scale(torch.ones(()))
     return scaler
 
 
@@ -134,7 +140,8 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
     groups, scales = _scaled(layouts, vectors_only), []
     job, dense, scaler = Job(groups, **LAYOUTS[layouts[0]].options(dist.get_world_size())), whole(groups), _scaler()
     for seed in range(1, 6):
-        infinite = seed in (1, 4)  # also before there is any state
+        # Seed 1 skips a step before the optimizer has any state.
+        infinite = seed in (1, 4)
         job.set_gradients(seed)
         dense.set_gradients(seed)
         for p, spec in job.specs.items():
@@ -160,7 +167,7 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
 
 @on_ranks(4)
 def test_ranks_that_share_nothing_with_the_bad_gradient_skip_and_lower_their_scale() -> None:
-    """One rank has no part in the bad parameter; another has no gradient at all."""
+    """Ranks 2 and 3 do not share the parameter with the infinite gradient, and have no gradients."""
     rank, mesh = dist.get_rank(), mesh_of((2, 2))
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["a1"], [Shard(0)], src_data_rank=None))
     optimizer, scaler = Muon([param], lr=0.1), _scaler()
@@ -186,7 +193,8 @@ def test_gradients_that_cannot_be_unscaled_on_one_rank_are_refused_on_all(kind: 
 
 
 def test_torchs_question_for_infinities_alone_takes_fp16_gradients() -> None:
-    """`GradScaler` asks it of optimizers that unscale by themselves; nothing is unscaled, so fp16 loses nothing."""
+    """`GradScaler` calls this check for optimizers that unscale gradients themselves; the check does not unscale, so
+    fp16 gradients lose no bits."""
     params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(2)]
     params[0].grad = torch.full((4, 4), 2.0, dtype=torch.float16)
     scaler, optimizer = _scaler(), Muon([("a", params[0]), ("b", params[1])], lr=1e-3)

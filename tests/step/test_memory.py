@@ -1,4 +1,4 @@
-"""Memory of state and of a step: bounds, offloading, momentum on the CPU."""
+"""Memory of the state and of a step: upper bounds, CPU offloading, and momentum stored on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12
 
 
 def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int]:
-    """Peak of the second step, and what `shardmuon plan` says. Products are fp32, and a wire has 4 bytes."""
+    """Return the peak memory of the second step and the peak that `shardmuon plan` estimates, with fp32 products and
+    exchanges."""
     given: dict[str, Any] = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "method": "standard", "ns_dtype": FP32}
     given |= options | LAYOUTS[layout].options(dist.get_world_size())
     job = Job([{"params": [Spec(f"w{i}", shape, as_in(layout)) for i, shape in enumerate(SHAPES)]}], **given)
@@ -59,13 +60,15 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
 def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, options: Any) -> None:
     sizes = (MIB // 8, MIB // 2)
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
-    # what the momentum of 2**17 elements makes, whatever the bucket
+    # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # two buckets and half as much to work in: matrices, and what goes to or comes from every copy, twice with replicas
+    # Two buckets are in flight and the work space has half their size, three bucket sizes in total: once for matrices,
+    # and once for the data that is sent or received (four times with two replicas, which exchange data twice).
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)
-    # a smaller bound takes no more; within a bound the buckets are chosen by price, and may be smaller than asked
+    # A smaller limit on buckets must not take more memory. The planner chooses bucket sizes by estimated time, so
+    # buckets may be smaller than the limit.
     assert max(p for p, *_ in small) <= max(p for p, *_ in large)
 
 
@@ -89,7 +92,7 @@ def _net() -> nn.Sequential:
 )
 @on_ranks(2)
 def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any], options: dict[str, Any]) -> None:
-    """Three steps beside one process that is given the same gradients; all are fp32 on the CPU."""
+    """Compare three steps with one process that has the same gradients, all of them in fp32 on the CPU."""
     net, twin = _net(), _net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)
@@ -110,8 +113,8 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any
 
 @on_ranks(2)
 def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
-    """State as CPUOffloadPolicy makes it on a CUDA mesh, without a CUDA device: a DTensor whose storage is on the
-    CPU."""
+    """The state is made as CPUOffloadPolicy would make it on a CUDA mesh, but without a CUDA device: a DTensor whose
+    storage is on the CPU."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
     w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))
@@ -125,7 +128,8 @@ def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("config", "preferred", "wire", "talk"),
     [
-        ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),  # gloo moves no CUDA tensors in an all-to-all
+        # gloo has no all-to-all for CUDA tensors.
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda", "cpu"),
         ("cuda:nccl", "cuda", "cuda", "cuda:1"),
         ("cuda:nccl", None, "cuda:1", "cuda:1"),
@@ -146,7 +150,8 @@ def test_buffers_live_where_the_group_can_move_them(
 
 
 def _offloaded_over_nccl() -> bool:
-    """FSDP2 keeps shards on the CPU in a job whose only backend is NCCL."""
+    """Step FSDP2 shards that are offloaded to the CPU, with NCCL as the only backend, and return whether every weight
+    changed."""
     net = _net().cuda()
     with meshes_on("cuda"):
         fully_shard(net, mesh=mesh_of((1,)), offload_policy=CPUOffloadPolicy())

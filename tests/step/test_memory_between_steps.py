@@ -1,4 +1,4 @@
-"""State between steps: the tables of docs/kept.md are whole, and memory goes when the table says so."""
+"""Memory that outlives a step: the tables of docs/kept.md are complete, and memory is freed when the tables say so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = ROOT / "docs" / "kept.md"
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """Cells of each row of the table under a heading."""
+    """Return the cells of each row in the table of docs/kept.md under a heading."""
     section = TABLE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"][
         2:
@@ -58,7 +58,8 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
 MATRICES = {"params": [Spec("wide", (6, 9)), Spec("tall", (10, 4))], "variant": "normuon+hyperball"}
-GROUPS = [MATRICES, {"params": [Spec("gain", (9,))], "use_muon": False}]  # events on ranks: test_sequences.py
+# Similar changes on ranks are tested in test_sequences.py.
+GROUPS = [MATRICES, {"params": [Spec("gain", (9,))], "use_muon": False}]
 
 
 @pytest.mark.parametrize("between", [None, "muon_eq"])
@@ -73,7 +74,6 @@ def test_a_variant_that_is_off_has_left_nothing_in_the_state(variant: str, betwe
 
 
 def test_a_forked_worker_that_drops_what_it_got_leaves_nothing_that_the_next_steps_feel() -> None:
-    """As the workers of a data loader do."""
     jobs = [Job(GROUPS, weight_decay=0.0) for _ in range(2)]
     for job in jobs:
         job.step(0)

@@ -1,4 +1,6 @@
-"""Odd, but right parts and gradients are stepped as in one process; storage that no placement explains is refused."""
+"""Unusual but valid shards and gradients are stepped as in one process, and storage that contradicts its placements is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def _rows(cut: Callable[[], Cut], *shapes: tuple[int, int]) -> Callable[[], list
 
 
 def _megatron(layout: str, dtype: torch.dtype, **options: Any) -> Callable[[], list[dict[str, Any]]]:
-    """Matrices and a stack of which some ranks store nothing, and have no gradient."""
+    """Return a function that makes groups of matrices and a stack, of which some ranks store nothing and have no
+    gradient."""
 
     def groups() -> list[dict[str, Any]]:
         few, many, stack = (
@@ -49,10 +52,13 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Rows on ranks 0, 2, 3, then on 1, 2 in several buckets, then on 2, 3: rank 2 has buckets between two that it
-    shares with rank 3, and rank 3 has none."""
+    """Return groups over overlapping sets of ranks: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
+
+    Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1, and rank 3 has none.
+    """
     sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
-    on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}  # every rank makes them
+    # Making a mesh is collective, so every rank makes all meshes.
+    on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}
     mine = [Spec(name, (12, 10), on[ranks]) for name, ranks in sets.items() if dist.get_rank() in ranks]
     return [{"params": mine}, *alone()]
 
@@ -80,7 +86,8 @@ CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "megatron-fsdp+tp in bf16": _megatron("megatron-fsdp+tp", torch.bfloat16, variant="muon_eq+normuon"),
 }
 OF_ALL: dict[str, dict[str, Any]] = {
-    "sets of ranks that cross": {"bucket_bytes": 300},  # two buckets in flight
+    # With this size two buckets are in flight at a time.
+    "sets of ranks that cross": {"bucket_bytes": 300},
     "megatron-fsdp hfsdp": {"stochastic_rounding": True, "momentum_dtype": torch.float32},
 }
 
@@ -88,13 +95,15 @@ OF_ALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CUTS)
 @on_ranks(4)
 def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> None:
-    """Skipped where no rank has a gradient, refused where one lacks it, also where that rank stores nothing."""
+    """A parameter is skipped if no rank has its gradient, and refused if one rank lacks the gradient, even if that rank
+    stores no elements of the parameter."""
     groups, options = CUTS[name](), OF_ALL.get(name, {})
     job, dense = Job(groups, **options), whole(groups, **options)
     for seed in (1, 2, 3, 4):
         for one in (job, dense):
             one.set_gradients(seed)
-            if seed in (1, 3):  # skipped; in its first step no state is made of it
+            # Two parameters are skipped in steps 1 and 3, and no state is made for them in step 1.
+            if seed in (1, 3):
                 one.first.grad = one.adamw.grad = None
         before = local_if_any(job.first).detach().clone()
         job.step()
@@ -116,7 +125,7 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
 
 
 def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
-    """Parameters are frozen once they lack a gradient: one counts, requires_grad does not."""
+    """A parameter is stepped if it has a gradient, even if requires_grad is False."""
     groups = [{"params": [Spec("a", (9, 7)), Spec("b", (6, 10))]}]
     mine, theirs = Job(groups, lr=0.1, method="torch"), Job(groups)
     torchs = torch.optim.Muon(list(theirs.specs), lr=0.1)
@@ -145,8 +154,11 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 )
 @on_ranks(4)
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
-    """Also one that a collective has not delivered yet, in a program whose default device is another. Equal parts of a
-    power of two ranks add up without rounding. AdamW steps a vector where it has a gradient."""
+    """One kind of gradient is still in flight in an async collective, under another default device.
+
+    Equal partial sums on a power of two of ranks add up without rounding. At the end an AdamW vector is stepped on the
+    ranks that have a gradient for it, and on no other rank.
+    """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
     for seed in (1, 2):
@@ -183,8 +195,8 @@ def test_a_gradient_placed_otherwise_is_no_fault_of_ranks_outside_of_its_mesh() 
 # ----------------------------------------------------------------------- storage that is not what the placements claim
 
 ROWS, OTHER_ROWS = [Replicate(), Shard(0)], [Shard(0), Replicate()]
-# mesh, placements (of rank 1, if they are others), the first row and the number of rows of 9 that each rank stores, and
-# what must be said
+# Each case has the shape of a mesh, the placements, the placements on rank 1, the first row and the number of rows (of
+# 9) that each rank stores, and a part of the error message.
 LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int, int]], str]] = {
     "two axes": (
         (2, 2),
@@ -220,7 +232,7 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
 
 
 def _refused_at_first(named: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """The error of a first step, which must change no weight and make no state."""
+    """Return the error of a first step, after checking that the step changed no weight and made no state."""
     optimizer = Muon(named, lr=0.1)
     params = optimizer.param_groups[0]["params"]
     before = [local_if_any(p).detach().clone() for p in params]
@@ -263,8 +275,8 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """Rank 1 multiplies otherwise, or has another release's table of machines, by which more buckets are cheaper. They
-    are no difference where the dtype of products is given."""
+    """Rank 1 rounds products to another dtype, or has a table of machine rates with which more buckets are cheaper. The
+    step succeeds if the options fix the dtype of products."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:
@@ -288,7 +300,8 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
 @pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
 @on_ranks(4)
 def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str) -> None:
-    """Two optimizers, stepped the other way round on one rank; then in order, beside twins."""
+    """Rank 3 steps two optimizers in the opposite order; afterwards all ranks step them in the same order and compare
+    the results with twins."""
     jobs = [Job(layout_of(layout)) for _ in range(4)]
     for one in jobs:
         one.step(0)

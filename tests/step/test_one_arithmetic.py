@@ -1,4 +1,4 @@
-"""The headline without any option about arithmetic: a fresh process and every layout have the same bits."""
+"""Updates with default options have the same bits in a fresh process and on every kind of layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardmuon.testing.pool import RankPool, get_pool
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Digests of a process that has nothing but its gradients: no home that it could write to, no cache, no file."""
+    """Yield digests from a new process that has no cache and a read-only home directory, which must stay empty."""
     home = tmp_path_factory.mktemp("home")
     home.chmod(0o555)
     env = {key: value for key, value in os.environ.items() if key != "XDG_CACHE_HOME"}
@@ -29,13 +29,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, str], world2: RankPool) -> None:
-    """Other neighbours in the batch, or none; in this process, in ranks, and in a fresh one."""
+    """A matrix has other neighbours in its batch, or none, in this process, on ranks and in a fresh process."""
     assert stepped_alone() == fresh
     assert stepped_alone(apart=True) == fresh
     assert world2.run(stepped_alone) == [fresh, fresh]
 
 
-# Every kind on 4 ranks. 4 meet both arithmetics: who multiplies does not depend on how products round.
+# The layouts in KINDS run on 4 ranks with both dtypes of products. The layouts in FEW run with one dtype only, because
+# the owners of matrices do not depend on how products are rounded.
 KINDS = (
     "fsdp2",
     "ddp",
@@ -52,7 +53,6 @@ FEW = ((2, "fsdp2"), (2, "tp x dp"), (3, "fsdp2"), (3, "tp column"), (3, "megatr
 
 
 def _assert_bitwise(pool: RankPool, layout: str) -> None:
-    """A row of the comparison, beside one process in each rank, whose bits are a fresh process's."""
     assert all(one.bitwise for one in pool.run(compare_with_dense, layout, lr=0.02, steps=2, table=CASES))
 
 
@@ -60,7 +60,6 @@ def _assert_bitwise(pool: RankPool, layout: str) -> None:
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    """FSDP, tensor parallelism, Megatron's shards; a fresh process has a rank's bits."""
     _assert_bitwise(get_pool(world), layout)
 
 

@@ -1,4 +1,6 @@
-"""A quick look takes what a closer look finds: gradients, state, tiles in portions, momentum in batches."""
+"""The fast path of validation finds the same as the full checks, and tiles and momentum are handled in batches without
+changing any bit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,6 @@ Change = Callable[[Job], object]
 
 
 def _job(storage: dict[str, Any]) -> Job:
-    """Three matrices and three vectors after a step, with gradients for the next one."""
     matrices, vectors = (
         [Spec(f"{kind}{at}", shape) for at in range(3)] for kind, shape in (("m", (6, 8)), ("v", (5,)))
     )
@@ -98,7 +99,8 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-TOLD = {  # in the message
+# TOLD has patterns for the error messages of some changes.
+TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",
     "gradient elsewhere": "main_grad",
@@ -117,7 +119,7 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """All that validating finds, or what it raises."""
+    """Return everything that validation finds, or the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     memory = Memory(optimizer.state, optimizer.keeper, optimizer.settled)
@@ -131,7 +133,7 @@ def _validated(optimizer: Muon) -> dict[str, object]:
 
 
 def _told(found: object) -> object:
-    """All that was found, as numbers: tensors are views of the same memory, or equal where both were made."""
+    """Replace all tensors by their dtypes, strides and values, so that two results can be compared."""
     return tree_map_only(Tensor, lambda t: (t.dtype, t.stride(), t.device if t.is_meta else t.tolist()), found)
 
 
@@ -155,7 +157,8 @@ def test_a_glance_finds_what_a_closer_look_finds(
 
 
 def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of tensors on two accelerators would move updates to the first one's. Here the other device is "meta"."""
+    """A foreach operation on tensors of two accelerators would put the results on the first one. The device "meta"
+    stands in for a second accelerator."""
     params = [nn.Parameter(torch.ones(6, 8, device=device)) for device in ("cpu", "meta")]
     optimizer = Muon(params, lr=0.1)
     optimizer.prepare()
@@ -200,7 +203,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES, DTYPES[:2])], ids=str)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_goes_into_a_batch_with_the_bits_of_a_copy(nesterov: bool, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Of every dtype of momentum, batch and gradient."""
     dtype, out_dtype, grad_dtype = dtypes
     generator = torch.Generator().manual_seed(0)
     shapes = [(6, 8), (5, 7), (1, 3), (33, 65)]

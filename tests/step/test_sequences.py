@@ -1,10 +1,8 @@
-"""Random sequences of what happens to an optimizer, beside a reference that has nothing but weights and state by name.
+"""Random sequences of events around an optimizer, compared bit for bit with a reference that makes a new dense
+optimizer for every step.
 
-Most events are no step: batches that are skipped, errors before, in and after a step, saving and loading into the same
-or other objects, groups that come and go, copies and swapped tensors, on some ranks only where no other has to know.
-The steps between them have gradients in any strides, options in other words and torch's defaults set to others. After
-each event all weights and all state are compared bit for bit. The reference makes an optimizer of whole tensors for
-every step, so nothing that it is not given reaches a later one; what that step computes: dense_step.py.
+The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors, on
+all ranks or, where the other ranks need not know, on some.
 """
 
 from __future__ import annotations
@@ -57,7 +55,8 @@ STORED: list[dict[str, Any]] = [
 FORMS: dict[str, Cut] = {
     "rows": torch.clone,
     "columns": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t.clone(),
-    "one row": lambda t: t[:1].expand_as(t),  # in memory, as `weight.sum()` gives them
+    # The gradient of `weight.sum()` is stored as one expanded row.
+    "one row": lambda t: t[:1].expand_as(t),
 }
 
 
@@ -81,7 +80,7 @@ AROUND: list[Callable[[], Any]] = [
 
 @dataclass
 class Group:
-    """Parameters, their options, and the ranks that have them."""
+    """A parameter group: its parameters, their options and the ranks that have them."""
 
     specs: list[Spec]
     options: dict[str, Any]
@@ -89,7 +88,7 @@ class Group:
 
 
 def groups_in(layout: str) -> list[Group]:
-    """In a chain of ranks, the groups of matrices are replicated over one link each."""
+    """Return the groups of a layout. In "chain" each group of matrices is replicated over two neighbouring ranks."""
     sets = FAMILIES.get(layout, [(0, 1, 2, 3)])
     cut = torch.clone if layout in (*FAMILIES, "alone") else as_in(layout)
     made = []
@@ -102,17 +101,17 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """Weights and state by name, and groups in use and out of it: all that there is to come back to."""
+    """A snapshot to which a job can return: weights and state by name, and the groups that are in use or removed."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]
     away: list[Group] = field(default_factory=list)
-    files: Path | None = None  # of a checkpoint
-    states: Any = None  # of the model and the optimizer, where there are no files
+    files: Path | None = None  # the folder of a checkpoint
+    states: Any = None  # state dicts of the model and the optimizer, if there is no checkpoint
 
 
 class Sequence:
-    """A job and its reference, to which all events happen alike. All ranks draw the same ones."""
+    """A job and its reference, to which the same events happen. All ranks draw the same events."""
 
     def __init__(self, seed: int, folder: Path, layout: str) -> None:
         self.chance, self.folder, self.layout = random.Random(seed), folder, layout
@@ -126,13 +125,13 @@ class Sequence:
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
         made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
         for options in made:
-            if not options["use_muon"]:  # what a constructor refuses of AdamW's groups
+            # The constructor refuses momentum and variant in AdamW groups.
+            if not options["use_muon"]:
                 options.pop("momentum", None)
                 options.pop("variant", None)
         return made
 
     def _take(self, **changed: Any) -> None:
-        """Make the job from nothing."""
         groups = [*self.now.groups, *self.now.away]
         self.job = Job(self._here(groups, **changed), **self.stored)
         for group in self.now.away:
@@ -145,7 +144,7 @@ class Sequence:
         return {spec.name: p for p, spec in self.job.specs.items()}
 
     def _at(self, group: Group) -> int | None:
-        """The number of a group here."""
+        """Return the index of a group in the optimizer, or None if this rank does not have the group."""
         firsts = [of["param_names"][0] for of in self.job.groups]
         return firsts.index(group.specs[0].name) if self.rank in group.ranks else None
 
@@ -159,13 +158,17 @@ class Sequence:
             del self.job.groups[at]
 
     def _concerned(self, *, anew: bool = False) -> bool:
-        """Draw ranks, and tell if this is one of them; if they have voted with nobody (`anew`), and no set of ranks is
-        all of them, every rank is."""
+        """Draw a random subset of ranks, and return True if this rank is in the subset.
+
+        With `anew` every rank of a chain is drawn, because a new optimizer has not voted yet and no set contains all
+        ranks.
+        """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """What is known of a parameter, without what another optimizer, or another variant, left there."""
+        """Return the weight and state of a parameter, without state that another optimizer or another variant left
+        behind."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
         if ("exp_avg" in known) == options["use_muon"]:
@@ -173,10 +176,8 @@ class Sequence:
         stale = {*KEPT_KEYS} - {stage.key for stage in keeping(stages_of(options))}
         return {key: value for key, value in known.items() if key not in stale}
 
-    # What a training loop does.
-
     def backward(self, missing: bool = False) -> dict[str, Tensor]:
-        """Gradients of the job, whole."""
+        """Set the gradients of the job, and return them as whole tensors."""
         self.batch += 1
         form, turned = self.chance.choice(list(FORMS)), self._concerned()
         names = sorted({spec.name for group in self.now.groups for spec in group.specs} - self.frozen)
@@ -197,7 +198,6 @@ class Sequence:
         return grads
 
     def stepped(self, grads: dict[str, Tensor]) -> None:
-        """The reference's step."""
         self.job.optimizer.zero_grad()
         quiet = whole(self._here(self.now.groups), **self.stored)
         for p, spec in quiet.specs.items():
@@ -210,7 +210,7 @@ class Sequence:
         self.now.named |= {name: of for name, of in quiet.named().items() if name in grads}
 
     def compare(self) -> None:
-        """All bits are those of the reference, but for state that saving has made: zeros."""
+        """Assert that all bits equal those of the reference, except for zero state that saving has made."""
         made = {
             f"{name}: {key}"
             for name, of in self.job.named().items()
@@ -218,8 +218,6 @@ class Sequence:
             if key not in self.now.named[name] and not local_if_any(value).any()
         }
         assert {*self.job.unlike_whole(self.now.named)} <= made
-
-    # Events.
 
     def train(self, *, missing: bool = False, around: Callable[[], Any] | None = None) -> None:
         grads = self.backward(missing)
@@ -231,7 +229,7 @@ class Sequence:
         self.train(missing=True)
 
     def train_with_options_in_other_words(self) -> None:
-        """On some ranks."""
+        """Some ranks give the same options as other types, such as an lr that is a tensor."""
         before = [dict(group) for group in self.job.groups]
         if self._concerned():
             for group in self.job.groups:
@@ -239,7 +237,8 @@ class Sequence:
                 group["lr"] = float(lr) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
                 if group["use_muon"]:
                     group["ns_coefficients"] = [list(row) for row in [(3.4445, -4.7750, 2.0315)] * 5]
-                    group["betas"] = (0.5, 0.5)  # nothing that matrices depend on
+                    # Matrices do not depend on AdamW's betas.
+                    group["betas"] = (0.5, 0.5)
         self.train()
         for group, old in zip(self.job.groups, before, strict=True):
             group.update(old)
@@ -249,13 +248,14 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def interrupt_a_step(self) -> None:
-        """Ctrl-C at a random operation. Either nothing has changed, or the job must be rolled back."""
+        """Interrupt a step at a random operation: either nothing has changed, or the job must be rolled back."""
         grads, done = self.backward(), list[bool]()
         hook = self.job.optimizer.register_step_post_hook(lambda *_: done.append(True))
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        if done:  # it had fewer operations, or torch's wrapper was interrupted behind it
+        # The step ended before the interrupt, or was interrupted in torch's wrapper after its end.
+        if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
             with pytest.raises(RuntimeError, match="broken off"):
@@ -267,7 +267,6 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def refuse_a_step(self) -> None:
-        """Refuse a step by an option without a meaning."""
         group = self.chance.choice(self.now.groups)
         right = group.options["lr"]
         self.backward()
@@ -278,7 +277,7 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """A skipped batch or a refused step before it is not audited; the step after it checks the momentum again."""
+        """Audit the first step after a skipped batch or a refused step; the next step checks the momentum again."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
         for _ in range(2):
@@ -286,7 +285,7 @@ class Sequence:
             assert check.report.ok, check.report.findings
 
     def save(self) -> None:
-        """Into files where all ranks have the same parameters, or as copies of state."""
+        """Save to files if all ranks have the same parameters, or copy the state dicts."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
@@ -300,7 +299,9 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                self.job.groups[at]["variant"] = None  # else plain state is refused, so that no variant ends in silence
+                # A group with a variant refuses state that was saved without one, so that a variant never ends
+                # silently.
+                self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
         else:
@@ -309,29 +310,30 @@ class Sequence:
         self.now = copy.deepcopy(self.saved)
 
     def roll_back(self) -> None:
-        """Onto the same objects, if the groups are the same; else onto others."""
+        """Load the saved state into the same objects if the groups are unchanged, and into new objects otherwise."""
         told = [[[spec.name for spec in group.specs] for group in kept.groups] for kept in (self.now, self.saved)]
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Resume into other objects, whose optimizer was made with other arguments."""
+        """Load the saved state into new objects, whose optimizer was made with other arguments."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
 
     def copy_the_job(self) -> None:
-        """Deeply, or by pickle."""
+        """Replace the model and the optimizer by deep or pickled copies, on some ranks."""
         pickled = self.chance.random() < 0.5
         if not self._concerned():
             return
         old, both = self.job.groups, (self.job.model, self.job.optimizer)
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        for mine, theirs in zip(self.job.groups, old, strict=True):  # copies have to be told their process groups
+        # Copies lose their process groups.
+        for mine, theirs in zip(self.job.groups, old, strict=True):
             mine["process_group"] = theirs["process_group"]
 
     def swap_tensors(self) -> None:
-        """As accelerate does: param_groups get other tensors than the optimizer was made with."""
+        """Replace the tensors in param_groups by new ones, as accelerate does."""
         if not self._concerned():
             return
         for group in self.job.groups:
@@ -342,7 +344,7 @@ class Sequence:
                     self.job.state[new] = self.job.state.pop(old)
 
     def make_the_optimizer_anew(self) -> None:
-        """Another one takes over, which has no plan."""
+        """Replace the optimizer by a new one, which has no plan but takes over the state."""
         if self._concerned(anew=True):
             kept = self.job.state
             named = [{**group, "param_names": list(group["param_names"])} for group in self.job.groups]
@@ -361,7 +363,7 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Change to one, to another and back: what the first kept is gone then."""
+        """Change to a variant, to another one and back, which discards the state that the first variant kept."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return
@@ -371,7 +373,8 @@ class Sequence:
             self.train()
 
     def change_the_optimizer(self) -> None:
-        """Matrices become AdamW's, then Muon's again, and start afresh; nothing of the former is in a state dict."""
+        """Step matrices with AdamW and then with Muon again, each time with new state; a state dict has no state of the
+        former optimizer."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"] or self.frozen & {spec.name for spec in group.specs}:
             return
@@ -412,7 +415,7 @@ class Sequence:
         one.specs += other.specs
 
     def add_a_group(self) -> None:
-        """One that was away for a step at least."""
+        """Add a group that has been out of the optimizer for at least one step."""
         if not self.now.away:
             self.take_a_group_out()
             self.train()
@@ -426,7 +429,7 @@ class Sequence:
 
 
 class _Interrupted(TorchDispatchMode):
-    """Raises KeyboardInterrupt in place of the operation of this number."""
+    """A mode that raises KeyboardInterrupt in place of operation number `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -463,7 +466,8 @@ ALONE = [*ANYWHERE, Sequence.interrupt_a_step, Sequence.audit_a_step, Sequence.r
 
 
 def run(seeds: range, folder: Path, layout: str, length: int) -> None:
-    """Sequences of events, the first of them each event in turn; a step follows each."""
+    """Run a random sequence of events for each seed, with a training step after each event. The first events of
+    consecutive seeds go through the list of all events."""
     known = ALONE if layout == "alone" else ANYWHERE
     for seed in seeds:
         job, told = Sequence(seed, folder / str(seed), layout), list[str]()

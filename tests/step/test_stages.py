@@ -1,4 +1,6 @@
-"""Stages of variants: weights, and what stages keep, have the bits of the formula, in one process and on ranks."""
+"""Pre- and post-processing stages of variants: weights and state have the bits of the dense formula, in one process and
+on simulated ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,18 @@ from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
-# every tuple of stages once, under the first of its names: most orders of names give the same
+# Most orders of names give the same stages, so each tuple of stages occurs only once, under its first name.
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Options of a group with a variant, whose weights may decay unless their norm is kept."""
+    """Return the options of a group with a variant, without weight decay if the variant keeps the norm of weights."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
 
 @pytest.mark.parametrize(("variant", "layout"), in_both(in_turn(JOINED.values(), every=4)))
 def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
-    """Every view in fp32 and in bf16, in small buckets."""
     compare(layout, [variant])
 
 
@@ -61,7 +62,7 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variants keep their own rules in one plan, plain Muon among them; squares are summed in small parts."""
+    """Groups with different variants, and one with plain Muon, share a plan; squares are summed in small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
@@ -71,7 +72,6 @@ def test_variants_side_by_side_have_their_own_rules(
 )
 @pytest.mark.parametrize("layout", ["fsdp", "no grid"])
 def test_stages_stand_around_every_method(layout: str, method: Any, dtype: torch.dtype | None) -> None:
-    """With stages and without."""
     compare(layout, [None, "muon_eq+normuon", "muon_eq+normuon+hyperball"], method=method, ns_dtype=dtype)
 
 
@@ -86,8 +86,8 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
-    """Five and eight numbers behind an odd number of elements, NaNs with payloads among them, between storages with
-    other strides; what lies beside them stays."""
+    """State of five and of eight numbers, including NaNs with payloads, is written behind an odd number of elements of
+    a buffer and read with other strides. The other elements of the buffer must not change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -116,7 +116,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
-    """An expert and a whole parameter of zeros, on shards that are replicated."""
+    """One expert of a stack and one whole matrix are zeros, and all shards are replicated."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
@@ -127,7 +127,8 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        ranks.watches[rank].report()  # a warning would be an error
+        # pytest would turn a warning into an error.
+        ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())
     ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
@@ -142,12 +143,14 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
-    ranks.step([torch.randn(view.shape)], [group])  # the first, which finds norms fresh
+    # The first step computes norms only if none were loaded.
+    ranks.step([torch.randn(view.shape)], [group])
     assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Small sets first. Parameters of another kind of device have their own; those without a stage on weights, none."""
+    """Small sets of ranks are summed first. Parameters on different kinds of devices are summed separately, and
+    parameters without a stage on weights are left out."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6, Chooser("auto", None))

@@ -1,4 +1,6 @@
-"""Momentum and weights as they are stored: one process and simulated ranks have the bits of the formula."""
+"""Dtypes and devices of stored momentum and weights: one process and simulated ranks have the bits of the dense
+formula.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from shardmuon.step import binding
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Views = Mapping[str, Callable[[], MatrixView]]
 
-# 511 columns: cut over 2 or 4 ranks they end at multiples of 128, and the last block of codes is not full.
+# Over 2 or 4 ranks 511 columns are sharded at multiples of 128, and the last quantization block is not full.
 WIDE: dict[str, Callable[[], MatrixView]] = {
     "plain": lambda: matrix_view((12, 511)),
     "tall": lambda: matrix_view((24, 511), transposed=True),
@@ -46,7 +48,8 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Options of the optimizer, and dtypes of weights and of their gradients, dealt out in turn."""
+    """Options of the optimizer, and the pairs of dtypes (of the weight and of the gradient) that the parameters cycle
+    through."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
@@ -87,7 +90,8 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Codes on wide views, of which none has a block cut."""
+    """Compare a case with the dense formula. For int8 momentum the views are wide, so that no quantization block is
+    cut."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
     views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
@@ -101,7 +105,7 @@ def compare(case: str, layout: str, **places: Any) -> None:
     ("case", "layout"),
     in_both(
         in_turn(CASES, every=4) + in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)
-    ),  # flat: refused, it cuts blocks
+    ),  # flat shards cut quantization blocks and are refused
 )
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
     compare(case, layout)
@@ -114,7 +118,8 @@ ON_DEVICE: dict[str, Case] = {
     ),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
-    "normuon": Case(options={"variant": "normuon"}),  # simulated ranks keep its numbers on the CPU
+    # Simulated ranks keep the state of NorMuon on the CPU.
+    "normuon": Case(options={"variant": "normuon"}),
 }
 WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsdp crossed", "flat"], 2)
 
@@ -131,8 +136,9 @@ WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsd
 def test_momentum_weights_and_lr_may_lie_elsewhere(
     case: str, layout: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights or buffers are on a device that stands in for CUDA: it refuses operations on tensors of two devices."""
-    if "buffers" in places:  # as if an engine had offloaded the weights
+    """Weights or buffers are on a simulated CUDA device, which refuses operations on tensors of two devices."""
+    # Buffers are on another device than the weights if an engine has offloaded the weights.
+    if "buffers" in places:
         monkeypatch.setattr(binding, "offloaded_from", lambda _: torch.device(places["buffers"]))
     with CudaShape():
         compare(case, layout, **places)
@@ -156,7 +162,7 @@ CUTS = {
 
 @pytest.mark.parametrize("layout", CUTS)
 def test_random_bits_belong_to_elements(layout: str) -> None:
-    """Random bits of a tile, and of slabs of it, are cut out of the whole matrix's."""
+    """The random bits of a tile, and of slabs of the tile, equal those of the same elements in the whole matrix."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue
@@ -185,7 +191,6 @@ def test_a_split_inside_a_block_of_codes_is_refused(split: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slabs of a stack, whose first dim has one index, change no bit."""
     torch.manual_seed(6)
     view = matrix_view((2, 30, 300), view="stack", transposed=turned)
     (tile, _), kept = _tiles_of(Held(Box((0, 0, 0), view.shape), (0, 0, 0)), view), torch.randn(1, 30, 300).to(BF16)

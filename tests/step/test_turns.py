@@ -1,4 +1,4 @@
-"""The order in which a rank carries its buckets out: no family of overlapping sets of ranks waits in a circle."""
+"""The order in which a rank processes its buckets never leads to a deadlock among overlapping sets of ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-Bucket = tuple[tuple[int, ...], bool]  # its ranks, and whether it has a relay
-Exchange = tuple[str, int]  # of which kind, of which bucket
+Bucket = tuple[tuple[int, ...], bool]  # the ranks of a bucket, and whether it relays results to replicas
+Exchange = tuple[str, int]  # the kind of an exchange, and the number of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
 def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
-    """What a rank posts and waits for in a turn, by the lines of `Bound.run`."""
+    """Return the exchanges that a rank posts and waits for in one phase of a bucket, as in `Bound.run`."""
     return {
         "begin": [("post", "gather")],
         "compute": [("wait", "gather"), ("post", "scatter")],
@@ -26,7 +26,7 @@ def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
 
 
 def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str, int]]:
-    """A relay is posted and waited for after the next bucket has been computed."""
+    """Yield phases in an order that posts a relay only after the next bucket has been computed."""
     for at in range(len(relays)):
         yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
         yield from [("apply", at - 1), ("finish", at - 1)] * (at > 0)
@@ -34,7 +34,7 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate all ranks. Returns True if every one comes to its end, and what each has posted."""
+    """Simulate all ranks. Returns True if all ranks finish, and the exchanges that each rank has posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
         mine = [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket]
@@ -56,17 +56,18 @@ def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[i
 
 
 def _family(draw: random.Random) -> list[Bucket]:
-    """Buckets of overlapping sets in the plan's order: first what ranks have alone, then those of one set side by
-    side."""
+    """Return buckets of random overlapping sets in the order of a plan: buckets of single ranks first, and then all
+    buckets of each set of ranks."""
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]  # of which nothing moves
+    # Buckets of a single rank exchange nothing.
+    local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
 
 def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:
-    """True if the ranks of each set post its exchanges in one order, as groups need."""
+    """Return True if all ranks of a set post its exchanges in the same order, as process groups require."""
     return all(
         len({tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}) == 1
         for ranks in {of_bucket for of_bucket, _ in buckets}
@@ -74,7 +75,6 @@ def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) 
 
 
 def test_no_family_of_sets_waits_in_a_circle() -> None:
-    """2,000 random families: every rank comes to its end, and posts a set's exchanges in one order."""
     draw = random.Random(5)
     for _ in range(2000):
         buckets = _family(draw)
@@ -83,7 +83,7 @@ def test_no_family_of_sets_waits_in_a_circle() -> None:
 
 
 def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_unlike_orders() -> None:
-    """A plan has them before all that moves; the simulation finds what happens elsewhere."""
+    """A plan places all buckets of single ranks first, so that all ranks post exchanges of a set in the same order."""
     pair: list[Bucket] = [((0, 1), False)] * 3
     for at, in_order in ((0, True), (1, False), (2, False)):
         buckets: list[Bucket] = [*pair[:at], ((0,), False), *pair[at:]]
@@ -92,7 +92,7 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """The simulation finds the hang that four real ranks had."""
+    """Four real ranks once hung because a relay was posted after the next bucket."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]
 
