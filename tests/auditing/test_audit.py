@@ -62,7 +62,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     """The audit report of the second step, which must have the bits of the dense reference."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        # warns on ranks whose shard stores no element of a matrix
+        # The optimizer warns about zeros on ranks whose shard has no element of a matrix.
         warnings.filterwarnings("ignore", ".*zero before the first step")
         found = compare_with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
@@ -74,7 +74,6 @@ def _row(*values: Any, numeric: bool) -> Any:
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
-# The smallest world size with at least two ranks on every axis of the layout's mesh.
 _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.items()}
 
 
@@ -93,7 +92,7 @@ def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     for report in reports:
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert len(report.matrices) >= 8
-        # the difference is 0 where both round alike
+        # The difference is 0 if the step and the dense reference round alike.
         assert max(row.difference / row.allowed for row in report.matrices) < 0.6
         assert layout == "single" or report == reports[0]
 
@@ -375,7 +374,7 @@ CHAIN, STAGES = [(0, 1), (1, 2), (2, 3)], [(0, 1), (2, 3), (2, 3)]
     [
         (CHAIN, False, ["012"] * 4),
         (CHAIN, True, ["012"] * 4),
-        (STAGES, True, ["0", "0", "12", "12"]),  # pipeline stages share no matrix
+        (STAGES, True, ["0", "0", "12", "12"]),
     ],
 )
 def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(

@@ -125,7 +125,7 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[Para
 BLOCKS = {
     # The rows of two matrices alternate: one matrix begins inside the tensor, one is stored in two intervals.
     "whole rows, and parts of others": (
-        # rows 0-2 and 4-6 are one matrix, rows 3 and 7 the other
+        # Rows 0-2 and 4-6 are one matrix, rows 3 and 7 are the other.
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
         (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4))),
         [
@@ -135,7 +135,7 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        # of the first matrix, the first box has rows 0 to 3, the second rows 4 and 5
+        # The first box has rows 0 to 3 of the first matrix, the second box its rows 4 and 5.
         (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),

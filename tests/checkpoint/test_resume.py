@@ -41,9 +41,9 @@ SHAPES = {
     "squarish": (14, 15),
     "tall": (35, 11),
     "experts": (7, 6, 10),
-    "wide": (13, 133),  # two blocks of columns in 8-bit momentum
-    "table": (21, 6),  # updated by AdamW
-    "late": (7, 5),  # has no gradient before the checkpoint
+    "wide": (13, 133),  # 133 columns are two blocks of 8-bit momentum.
+    "table": (21, 6),
+    "late": (7, 5),  # The parameter "late" has no gradient before the checkpoint.
     "frozen": (4, 4),
 }
 GROUPS: list[dict[str, Any]] = [
@@ -52,14 +52,14 @@ GROUPS: list[dict[str, Any]] = [
     {"names": ["wide"], "split_sizes": (5, 8), "ns_coefficients": ((3.0, -4.0, 2.0), (1.5, -0.5, 0.0))},
     {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
 ]
-MIXED = ("normuon+hyperball", "normuon", "hyperball")  # The variants of the three Muon parameter groups.
+MIXED = ("normuon+hyperball", "normuon", "hyperball")
 KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
     """The dtypes, the momentum format and the variants of a job."""
 
-    dtype: torch.dtype = torch.float32  # dtype of the weights
+    dtype: torch.dtype = torch.float32
     storage: Mapping[str, Any] = MappingProxyType({})
     variants: Sequence[str] = ()
 
@@ -188,7 +188,7 @@ def _save(layout: str, path: str, form: str, kind: str) -> None:
         if dist.get_rank() == 0:
             torch.save(state, Path(path, "full.pt"))
     elif form == "async":
-        # torch requires a group of its own for async_save, as steps use the default group meanwhile
+        # async_save needs its own process group, as steps use the default group in the meantime.
         own = dist.new_group(backend="gloo")
         future = dcp.async_save(_state(job, form), checkpoint_id=path, process_group=own)
         job.run(range(SAVED_AFTER, 20))
@@ -203,7 +203,7 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        job.run(range(50, 52))  # makes a plan, momentum and step counts that loading must replace
+        job.run(range(50, 52))  # These steps make a plan, momentum and step counts, which loading must replace.
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
     elif form:
@@ -276,7 +276,7 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    assert equal <= {"step of late"}  # "late" takes its first step after the checkpoint
+    assert equal <= {"step of late"}  # The parameter "late" has no gradient, and so no step, before the checkpoint.
 
 
 # ------------------------------------------------------------------------------------ state before loading
@@ -290,7 +290,7 @@ def _made(layout: str, how: str) -> None:
     assert job.optimizer.state_dict()["state"] == {}
     if how == "asked":
         get_optimizer_state_dict(job.model, job.optimizer)
-    else:  # a step with zero gradients and lr=0, as checkpoint code may do by hand
+    else:  # This branch takes a step with zero gradients and lr=0, as some checkpoint code does.
         for group in job.optimizer.param_groups:
             group["lr"] = 0.0
             for p in group["params"]:
@@ -298,7 +298,7 @@ def _made(layout: str, how: str) -> None:
         job.optimizer.step()
     found = job.snapshot()
     assert_bitwise(found.pop("weights"), before)
-    assert found.pop("step")["table"] == (how == "stepped")  # AdamW counts a first step at lr=0, as torch does
+    assert found.pop("step")["table"] == (how == "stepped")  # AdamW counts a first step at lr=0, as torch's AdamW does.
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
     of_variants = {"second_moment", "weight_radius"} if how == "asked" else set()
     assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *of_variants}

@@ -87,7 +87,8 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
         train(one, first, range(3, 5))
         train(two, second, range(3, 5))
         assert_bitwise(kept_by(two, second), kept_by(one, first))
-    two.param_groups[0].update(momentum=1.0, lr=0.0)  # momentum=1.0 leaves the buffer unchanged
+    # With momentum=1.0 and lr=0, a step changes neither the momentum buffer nor the weights.
+    two.param_groups[0].update(momentum=1.0, lr=0.0)
     train(two, second, range(5, 6))
     state = two.state[second[0]]
     kind = {"gradient's": dtype, "fp32": FP32, "bf16": BF16, "int8": torch.int8}[wanted]
@@ -99,7 +100,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # lets fp32 gradients accumulate on bf16 weights
+    w.grad_dtype = v.grad_dtype = None  # grad_dtype=None allows fp32 gradients of bf16 weights.
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -149,11 +150,12 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 class File:
     """A checkpoint file, and the optimizer that loads it."""
 
-    options: tuple[tuple[str, Any], ...] = ()  # options of the loading optimizer
-    tied: bool = False  # both layers share one weight
-    frozen: bool = False  # whether the first layer is frozen
-    empty_at: int | None = None  # the position of a parameter group without parameters
-    busy: str | None = None  # a reason why torch creates no state before loading: gradients exist, or a step broke off
+    options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
+    tied: bool = False  # Whether both layers share one weight.
+    frozen: bool = False  # Whether the first layer is frozen.
+    empty_at: int | None = None  # Position of a parameter group without parameters.
+    # Not None if torch creates no state before loading, because gradients exist ("") or a step broke off (the reason).
+    busy: str | None = None
 
 
 FILES = [
@@ -331,7 +333,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         group(0, variant=None),
         "group 0: the checkpoint was saved with variant=None, the optimizer has 'normuon'. Load it with variant=None, ",
     ),
-    "a variant that nobody names": (  # torch.optim.Muon's groups have no variant either
+    "a variant that nobody names": (
         lambda s: [s["state"][0].pop("second_moment"), *(of_one.pop("variant") for of_one in s["param_groups"])],
         "lacks ['second_moment'], which variant='normuon' keeps",
     ),

@@ -67,7 +67,7 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
 ) -> None:
     """torch calls `ncclCommSplit`, which waits for all ranks of the default group, whenever that group is bound to a
     device."""
-    bound = torch.device("cuda", 3)  # as `init_process_group(device_id=...)` does
+    bound = torch.device("cuda", 3)  # `init_process_group(device_id=...)` binds the default group like this.
     world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []
 
     def new_group(ranks: list[int], **options: Any) -> str:

@@ -80,7 +80,7 @@ def drawn_family(chance: random.Random) -> Family:
 def doubled(num: int) -> list[int]:
     """Run the reduction schedule of a vote with one thread per member, and return the sum that each member ends up
     with."""
-    # a first-in, first-out queue for each ordered pair of members
+    # There is a first-in, first-out queue for each ordered pair of members.
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
@@ -290,7 +290,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote. The other ranks run into a time-out of one second, or rank 3 closes its
     connections."""
     ranks = tuple(range(4))
-    vote(Ballot(Phase.STEP), ranks)  # establishes all connections
+    vote(Ballot(Phase.STEP), ranks)  # The first vote establishes all connections.
     lane = groups.lane_of(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
@@ -299,12 +299,13 @@ def _late(closes: bool) -> tuple[str, float]:
             vote(Ballot(Phase.STEP), ranks)
         text = str(caught.value)
     elif closes:
-        for _ in range(2):  # both a group's core and the optimizer's may close it after an exception
+        # After an exception, a lane may be closed twice, by the core of a process group and by the optimizer.
+        for _ in range(2):
             groups.close_lane(ranks)
     took = time.monotonic() - began
     dist.barrier()
     lane.close()
-    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)  # a new lane is opened
+    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)  # The second vote opens a new lane.
     return text, took
 
 

@@ -94,7 +94,7 @@ def test_wrong_input_is_told_what_to_write(
     words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # makes `import transformers` fail
+    monkeypatch.setitem(sys.modules, "transformers", None)  # With None in sys.modules, `import transformers` fails.
     model = "import torch\nbuild = torch.nn.ModuleDict({'experts': torch.nn.Linear(4, 4)})"
     for name, text in {"there.json": "{}", "there.py": model, "gpu.yaml": "a: ["}.items():
         Path(name).write_text(text)
@@ -135,7 +135,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    "process_group": (None, False),  # plan() has no real process groups; its mesh describes them
+    "process_group": (None, False),  # The mesh describes the process groups, as a plan without ranks has no real ones.
     "tp_group": (None, False),
     "method": ("gram", True),
     "ns_dtype": (torch.float32, True),
@@ -151,7 +151,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
 
 def test_plan_takes_every_option_of_muon() -> None:
     signature = inspect.signature(Muon.__init__).parameters
-    assert OPTIONS.keys() == signature.keys() - {"self", "params", "unknown"}  # `unknown` collects misspelled options
+    assert OPTIONS.keys() == signature.keys() - {"self", "params", "unknown"}  # `unknown` collects misspelled options.
     model = build(decoder(96, 48, 2, 4, 2, 12, 80))
     usual = plan(model, "shard=2").exact
     for name, (value, other) in OPTIONS.items():
@@ -207,7 +207,7 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        (kept + 0.9 * more, "may not fit"),  # the memory of a step is an upper bound
+        (kept + 0.9 * more, "may not fit"),  # The plan's memory for a step is an upper bound.
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),
     ):

@@ -45,7 +45,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # an agreement and two exchanges
+        "collectives": "3",  # A step has an agreement and two exchanges.
     }
 
 
@@ -54,7 +54,7 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert ok and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = _row(world2, "single", "hyperball")  # without a process group, each rank updates its own matrices
+    _, alone = _row(world2, "single", "hyperball")  # Without a process group, each rank updates its own matrices.
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
@@ -70,7 +70,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **given)  # the first run caches the undamaged reference
+    compare_with_dense(layout, **given)  # The first, undamaged run caches the dense reference.
     with mock.patch.object(update, name, spoiled):
         return compare_with_dense(layout, **given)
 
@@ -100,8 +100,7 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     ok, cells = _row(deepspeed_pools[3], "zero3")
     assert ok and cells["NS runs"] == cells["matrices"] == "58", cells
-    # at least one step each for the sets of partitions that DeepSpeed updates together
-    assert int(cells["collectives"]) >= 3
+    assert int(cells["collectives"]) >= 3  # DeepSpeed steps in several calls, one for each set of partitions.
     assert int(cells["bytes/rank"]) > 1000
 
 
@@ -113,7 +112,7 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        # without DeepSpeed, only torch's layouts run
+        # Without DeepSpeed, the command runs only the layouts that torch itself can build.
         ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),
         (TWO, {compare_with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {compare_with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),

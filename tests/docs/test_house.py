@@ -60,7 +60,7 @@ def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path:
         ("deep/leaves.py", 5, "numbers"): 1,
     }
     assert str(calls) == "4 / 3 / 2" and calls.num_c == 3
-    # Python before 3.12 has a frame for the list comprehension, too, not just for the generator expression.
+    # Python before 3.12 has a frame for a list comprehension as well as for a generator expression.
     frames = 1 + (sys.version_info < (3, 12))
     assert str(house.watch(top, tmp_path, comprehensions=True)) == f"{4 + frames} / {3 + frames} / 2"
 
@@ -139,12 +139,13 @@ CATCHES = """
 @pytest.mark.parametrize(
     ("count", "source", "expected"),
     [
-        (lengths_of_entered, LINES, [2, 3]),  # docstrings and lambdas do not count
-        (lambda house, tree: house.statements(tree), STATEMENTS, 6),  # x, class, def, if, return and the last string
+        (lengths_of_entered, LINES, [2, 3]),
+        # The six statements are x, class, def, if, return and the last string.
+        (lambda house, tree: house.statements(tree), STATEMENTS, 6),
         (lambda house, tree: list(house.public_names(tree)), NAMES, ["ONE", "three", "four", "K", "eight"]),
         (lambda house, tree: house.classes(tree), NAMES, {"K", "L"}),
         (badly_opened, NAMES, ["What it is for.", "Those of it.", "Whether, or not."]),
-        (lambda house, tree: sorted(house.catches(tree)), CATCHES, [3, 8, 10, 10, 14]),  # handlers that do not raise
+        (lambda house, tree: sorted(house.catches(tree)), CATCHES, [3, 8, 10, 10, 14]),
     ],
 )
 def test_what_a_small_source_has_is_counted(
@@ -183,7 +184,7 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
-MOST_LINES = 60  # per function, without its docstring
+MOST_LINES = 60  # The limit applies to each function without its docstring.
 
 
 def test_functions_are_short(house: ModuleType) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-SMALL = 0.1  # a smaller literal that bounds a measured number counts as a tolerance
+SMALL = 0.1  # A literal below SMALL that bounds a measured number counts as a tolerance.
 CLOSE = {"assert_close", "allclose", "isclose", "approx"}
 KEYWORDS = {"atol", "rtol"}
 
@@ -37,7 +37,7 @@ def holds_small(side: ast.expr) -> bool:
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:
-    apart = {"site", "stack", "zoo"}  # their environments may lack the helpers of tests/
+    apart = {"site", "stack", "zoo"}  # The environments of site, stack and zoo may lack the helper modules in tests/.
     paths = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name not in apart]
     assert [f"{path}:{line}: {text}" for path in paths for line, text in loose(path.read_text())] == []
 

@@ -38,8 +38,8 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # matrices with rows of one and of two blocks of 8-bit momentum
-# a buffer's size in bytes depends on the wire dtype, which is bf16 for bf16 matmuls
+BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # The sizes give rows of one and of two blocks of 8-bit momentum.
+# Buckets are measured in bytes of the wire dtype, which is bf16 for bf16 matmuls.
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 

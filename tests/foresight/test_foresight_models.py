@@ -52,10 +52,10 @@ def _tied() -> nn.Module:
     [
         (_model(), 64),
         (_tied(), 64 + 800),
-        (_model(shared_experts=_experts()), 64 + 8 * 12),  # every token passes through shared experts
+        (_model(shared_experts=_experts()), 64 + 8 * 12),  # Every token passes through the shared experts.
         (_model(experts=_experts()), 0),
         (_model(block_sparse=nn.ModuleDict({"local_experts": _experts()})), 0),
-        # experts in a single 3-D parameter
+        # Here the experts are a single 3-D parameter.
         (_model(moe=nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 3, 4))})), 0),
     ],
 )
@@ -85,7 +85,7 @@ def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_the
         for key in ("muon_elements", "orthogonalized")
     )
     assert muon[0] == muon[1] and done[0] == done[1]
-    layers = (-1, *range(11), _AFTER)  # one parameter per layer, one before the layers and one after them
+    layers = (-1, *range(11), _AFTER)  # There is one parameter in each layer, one before all layers and one after them.
     params = [_Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in layers]
     uneven = _stages_of(params, _parse_mesh("pp=4"))
     assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, _AFTER]]
@@ -124,12 +124,13 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "mesh", "seconds"),  # goal in seconds; measured on one core: 1.1 and 7.3
+    ("model", "mesh", "seconds"),  # The last column is the goal in seconds. One core needed 1.1 and 7.3 seconds.
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:
     start = time.process_time()
     exact = count(model, mesh)
-    assert time.process_time() - start < 2 * seconds  # twice the goal, as other jobs slow down the machine's caches
+    # The limit is twice the goal, as other jobs slow down the machine's caches.
+    assert time.process_time() - start < 2 * seconds
     assert sum(c.count for c in exact.classes) == exact.world
     assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params

@@ -35,14 +35,15 @@ SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured
 @pytest.mark.parametrize(
     ("table", "at", "value", "outside"),
     [
-        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),  # interpolation is linear in logarithms
+        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),  # The table is interpolated linearly in logarithms.
         (CURVE, (100,), (1.0, 2.0, 4.0), False),
         (CURVE, (10_000,), (16.0, 18.0, 64.0), False),
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        (TIME, (1,), (1.0, 1.0, 1.0), False),  # a time below the smallest measured size is its latency
-        (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),  # interpolates over sizes first, then over aspect ratios
+        (TIME, (1,), (1.0, 1.0, 1.0), False),  # Below the smallest measured size, a time is pure latency.
+        # A surface is interpolated over sizes first, then over aspect ratios.
+        (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
         (SURFACE, (10, 9.0), (16.0, 16.0, 16.0), True),
         (SURFACE, (20, 2.0), (4.0, 4.0, 4.0), True),
@@ -63,7 +64,7 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # no machine in the files has been measured in full
+    # No machine in the hardware files has been measured in full.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
@@ -137,9 +138,9 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
         return Time(*Rates(hardware).exchange(ranks, inside, across, ranks - 1, across > 0)["wire"])
 
     few = _but("", {"nics_per_node": _exactly(2.0)})
-    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # 1e11 bytes/s per link
-    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # 1e10 bytes/s, with one NIC per rank
-    assert on_wire(few, 16, 0, 10**9).mid == 0.4  # eight ranks share two NICs
+    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # A link carries 1e11 bytes/s.
+    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # Each rank has its own NIC with 1e10 bytes/s.
+    assert on_wire(few, 16, 0, 10**9).mid == 0.4  # Eight ranks share two NICs.
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
     # The lower end of a time's interval uses the highest rate and the lowest latency.
     unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
@@ -165,7 +166,8 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    assert rates.slowdown(4).tolist() == [3.0] * 3  # ranks beyond the measured number share the same bandwidth
+    # Beyond the measured number of ranks, the slowdown grows in proportion.
+    assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
 
@@ -189,7 +191,7 @@ def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> 
     [
         ("gram float32", "peak", "peak float32"),
         ("standard bfloat16", "peak", "peak bfloat16"),
-        ("gram", "peak", "peak float16"),  # without a dtype in the text, the backend uses fp16
+        ("gram", "peak", "peak float16"),  # Without a dtype in the name, the Gram form uses fp16.
         ("torch", "peak", "peak bfloat16"),
         ("standard bfloat16", "efficiency", "efficiency of any"),
     ],
@@ -204,7 +206,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     (rank,) = exact.classes
     exact = replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000)))
     found = Price.of(exact, machine).adamw
-    seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # AdamW reads p, g, m, v and writes p, m, v in fp32
+    # AdamW reads p, g, m and v, and writes p, m and v, all in fp32.
+    seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
     assert found.hi < Price.of(exact, machine).step.lo

@@ -62,7 +62,7 @@ CASES = [
     (4, Case(0, accumulate=2)),
     (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
     (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
-    # uses DeepSpeed's BF16_Optimizer
+    # These settings make DeepSpeed use its BF16_Optimizer.
     (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),
     (2, Case(2, "gram", zero={**ROUND_ROBIN, "contiguous_gradients": False}, accumulate=2)),
     (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_lost_what_stages_keep_is_an_error_at_the_first_step(t
         assert "its momentum was loaded, and not second_moment" in str(error), error
 
 
-Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # maps names to weight and state
+Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def _save(case: Case, folder: str, variant: str | None) -> Saved:
@@ -240,7 +240,7 @@ def _save(case: Case, folder: str, variant: str | None) -> Saved:
         job.engine.save_checkpoint(folder, tag="here")
         named = [(name, job.dense.get_parameter(name)) for name in job.trained]
         saved = {name: (p.detach().clone(), dict(job.reference.state[p])) for name, p in named}
-    if dist.get_rank() == 0:  # DeepSpeed's converter normally runs as a program of its own
+    if dist.get_rank() == 0:  # Users normally run DeepSpeed's converter as a separate program.
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
             arguments = f"--input_folder {folder}/here --output_folder {folder}/universal --inject_missing_state"
@@ -256,9 +256,9 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
     own options and step counts."""
     with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
         if variant:
-            job.step(5)  # creates variant state that loading must discard
+            job.step(5)  # This step creates variant state that loading must discard.
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
-        job.step_dense(7)  # creates the dense optimizer's state, which the next lines replace
+        job.step_dense(7)  # A step creates the dense optimizer's state, whose values are replaced below.
         for name, (weight, state) in saved.items():
             p = job.dense.get_parameter(name)
             p.data.copy_(weight)
@@ -323,7 +323,8 @@ def _audited(stage: int) -> None:
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
         with _heard() as found:
-            known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)  # a write to the weights between two steps
+            # This write simulates an update of the weights by someone else.
+            known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)
             job.train(2)
         assert "weights_elsewhere" in {finding.name for finding in found}
         calls: list[tuple[Callable[[], object], str]] = [
@@ -430,7 +431,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
         assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
-        job.engine.optimizer.zero_grad()  # drops DeepSpeed's gradients of the refused step
+        job.engine.optimizer.zero_grad()  # DeepSpeed still has the gradients of the refused step, so they are dropped.
         job.step(1)
         job.check(MUON)
 
@@ -468,7 +469,7 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            if stage < 3:  # at stage 3 this call would need the other ranks, as DeepSpeed shards small parameters again
+            if stage < 3:  # At stage 3, DeepSpeed shards small parameters again on loading, which needs all ranks.
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
             assert re.match("ValueError.*parameter group", said_by(lambda: job.engine.optimizer.load_state_dict(every)))
@@ -514,7 +515,8 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            if host._num_stepped in (0, len(host._flats)):  # resets the host as loading state does
+            # Resetting these attributes has the effect of loading state.
+            if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
 
@@ -522,7 +524,7 @@ def _faults_on_one_rank(stage: int) -> None:
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
         assert {"_attach", "_begin", "_slices_of", "_make_shard", "_differs_from_model", "_refuse_options"} <= {*known}
         assert passed == []
-        job.check()  # the refused steps changed nothing
+        job.check()  # The check passes only if the refused steps changed nothing.
 
 
 @pytest.mark.parametrize("stage", [1, 3])

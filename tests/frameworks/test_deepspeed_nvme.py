@@ -91,7 +91,7 @@ def _run(case: Case) -> None:
             assert float((dense - job.start[name]).norm()) > 1e-3
         state = {flat: of for flat, of in job.optimizer.state.items() if flat.dim() == 1 and not flat.numel()}
         assert len(state) == SWAPPED
-        assert sum("exp_avg_sq" in of for of in state.values()) == 1  # only AdamW has a second moment
+        assert sum("exp_avg_sq" in of for of in state.values()) == 1  # Only AdamW has a second moment.
         assert not any(s.numel() for of in state.values() for key, s in of.items() if key != "step")
         files = os.listdir(job.engine.optimizer.optimizer_swapper.swap_folder)
         assert sum(name.startswith("exp_avg-") for name in files) == SWAPPED
@@ -119,7 +119,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
         for number in range(later):
             job.train(number)
             if number == 2:
-                job.optimizer.param_groups[1]["lr"] = 0.005  # saved in the optimizer's part of the checkpoint only
+                # Only the optimizer's part of a checkpoint contains this lr.
+                job.optimizer.param_groups[1]["lr"] = 0.005
                 job.engine.save_checkpoint(folder, tag="here")
         return job.masters()
 
@@ -142,7 +143,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     with RankPool(2, timeout=200.0) as first:
         expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
     arguments = nvme(tmp_path / "other"), saved, expected
-    for before in (0, 2):  # with 2, the optimizer has state before loading
+    for before in (0, 2):  # After two steps, the optimizer has state before it loads the checkpoint.
         with RankPool(2, timeout=200.0) as fresh:
             fresh.run(_resume, *arguments, before)
             if before:
@@ -186,7 +187,7 @@ def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------ without swap files
 
-QUARTER = MIB // 4  # number of elements of the smallest gradient that is swapped
+QUARTER = MIB // 4  # Gradients with fewer elements are not swapped.
 
 
 @pytest.mark.parametrize(
@@ -194,9 +195,9 @@ QUARTER = MIB // 4  # number of elements of the smallest gradient that is swappe
     [
         ((QUARTER, QUARTER), None),
         ((QUARTER + 128, QUARTER), "p1"),
-        ((37, QUARTER - 1), None),  # the second gradient is too small to be swapped and is copied
+        ((37, QUARTER - 1), None),  # A gradient below the minimum size is copied instead of swapped.
         ((37, QUARTER), "p1"),
-        ((QUARTER, 512, 512, QUARTER), None),  # the two sizes of 512 add up to a full page
+        ((QUARTER, 512, 512, QUARTER), None),  # Two gradients of half a page each keep the next one page-aligned.
     ],
 )
 def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: str | None) -> None:

@@ -62,7 +62,7 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         losses += [float(engine.train_batch(batches)) for _ in range(3)]
         stage = engine.grid.get_stage_id()
         engine.destroy()
-    # would give later engines of these processes pipeline stages
+    # DeepSpeed keeps the pipeline topology in `mpu`, and later engines of these processes would use it.
     importlib.import_module("deepspeed.utils.groups").mpu = None
     return stage, len(before), ran, losses
 
@@ -82,7 +82,8 @@ def test_every_stage_steps_its_matrices_as_one_process_would(
 
 # ------------------------------------------------------------------------------------------------- AutoTP
 
-CUTS = {"column": 0, "row": 1}  # partition_dim by layer name; each layer is named after its kind of tensor parallelism
+# Each layer is named after its kind of tensor parallelism, and has the partition_dim of that kind.
+CUTS = {"column": 0, "row": 1}
 PARTS = {
     "autotp_size": 2,
     "partition_config": {

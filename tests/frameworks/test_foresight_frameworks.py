@@ -21,7 +21,7 @@ from shardmuon.foresight.models import build
 from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool
 
-ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # sizes that need padding of the flat buffer on any number of ranks
+ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # These sizes need padding of the flat buffer on any number of ranks.
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
 OPTIONS: dict[str, Any] = {**STANDARD, "bucket_bytes": 20_000}
@@ -42,7 +42,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
     for p in model.parameters():
         nn.init.normal_(p)
     optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)
-    # the gradient of each element is 1
+    # With this loss, all gradients are ones.
     model.forward = lambda: torch.stack([p.float().sum() for p in model.parameters()]).sum()
     case = Case(number, dtype="bf16" if weights == torch.bfloat16 else "fp32")
     engine = initialize(model, optimizer, case.written())

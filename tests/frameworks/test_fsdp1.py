@@ -44,11 +44,12 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str], bool]:
-    net, steps = tied(), 1 if how else 3  # on a CPU, FSDP1 with offloading adds the second gradient to the first one
+    # On a CPU, FSDP1 with offloading adds the second gradient to the first, so only one step is taken.
+    net, steps = tied(), 1 if how else 3
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
     model = wrapped(net, strategy, **how) if before else model
-    with (  # pin_memory and the stream need an accelerator
+    with (  # pin_memory and the stream need an accelerator, so they are replaced.
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
@@ -58,7 +59,7 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
 
 
 @pytest.mark.parametrize(
-    # HYBRID_SHARD on four ranks has two replicas, which share the orthogonalizations
+    # HYBRID_SHARD on four ranks has two replicas, which share the orthogonalizations.
     ("world", "strategy", "before", "how"),
     [
         *((2, strategy, at % 2 == 0, {}) for at, strategy in enumerate(STRATEGIES)),
@@ -127,13 +128,13 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
     for group in saved["optimizer"]["param_groups"] if lost else ():
-        # drops the state of the first matrix, which some ranks store no element of
+        # Some ranks store no element of the first matrix, whose state is dropped here.
         group.get("kept_state", {}).pop("0", None)
     model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
-    again = full_state(model, optimizer)["optimizer"]["state"]  # before any step of the resumed optimizer
+    again = full_state(model, optimizer)["optimizer"]["state"]
     for name, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(again[name][key]), torch.as_tensor(value)), (name, key)
@@ -156,7 +157,7 @@ def test_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_w
         assert_refused(
             world4, "lacks ['second_moment'], which variant='normuon' keeps", _resumed_full, strategy, file, True
         )
-    saved = torch.load(file, weights_only=True)  # loads on one process without FSDP1
+    saved = torch.load(file, weights_only=True)  # The state is also loaded on one process without FSDP1.
     model = tied()
     optimizer = Muon(model, **OPTIONS, **KEEPING)
     model.load_state_dict(saved["model"])
@@ -350,7 +351,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP's modules are in reference cycles
+        gc.collect()  # FSDP's modules are in reference cycles, which only the garbage collector frees.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
@@ -415,7 +416,8 @@ def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     assert_refused(world2, says, call, case)
 
 
-STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants a fault in every function, which takes a minute
+# With PLANT_STRIDE=1 a fault is planted in every function, which takes a minute.
+STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))
 
 
 def _planted(store: str) -> tuple[list[str], list[str]]:
@@ -429,7 +431,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # the second run covers functions whose results are cached
+    for _ in range(2):  # The second run covers calls whose results are cached.
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

@@ -26,7 +26,7 @@ from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
 
 VARIANT = {"variant": "normuon+hyperball"}
-STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay
+STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay.
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -97,9 +97,8 @@ def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
 
 STRIDES = {"self_attention.linear_proj": 1, "self_attention.linear_qkv": 1, "mlp.linear_fc1": 2, "mlp.linear_fc2": 1}
 STRADDLES = {"straddles", "cuts rows", "leaves out"}
-# q, k, v, proj, fc1 and fc2 in three steps; each is orthogonalized once in the job, not once per replica
-DENSE = [3 * 6]
-BOTH = [3 * 4, 3 * 2 * 6]  # attention's four matrices, and fc1 and fc2 of each of six experts
+DENSE = [3 * 6]  # Each of q, k, v, proj, fc1 and fc2 is orthogonalized once per step in the job, not once per replica.
+BOTH = [3 * 4, 3 * 2 * 6]  # The first optimizer has four attention matrices, the second fc1 and fc2 of six experts.
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Number of ranks, parallel sizes, dtype, whether the optimizer is distributed, DDP options; then, expected per
@@ -233,7 +232,7 @@ def _groups() -> list[list[Any]]:
 
         with pytest.raises(ValueError, match=r"AttributeError.*no_such_attribute"):
             get_megatron_optimizer(config, made.models, overrides=[(pattern, "adamw")])
-        overrides = {"embedding.*": {"lr": 0.02}}  # only the first pipeline stage has a parameter of this name
+        overrides = {"embedding.*": {"lr": 0.02}}  # Only the first pipeline stage has a parameter of this name.
         changed = get_megatron_optimizer(config, made.models, adamw_lr=0.01, overrides=overrides)
         groups, others = made.muons[0].param_groups, changed.chained_optimizers[0].param_groups
         assert len(others) == len(groups) + 1
@@ -265,7 +264,7 @@ def _refusals() -> None:
     chunk_0 = "in the DistributedDataParallelConfig of model chunk 0"
     with megatron():
         model, cut = gpt(), gpt(ddp=SHARDED)
-        stored = {"momentum_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}  # set on one rank only
+        stored = {"momentum_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}
         layer_wise = optimizer_config(use_layer_wise_distributed_optimizer=True)
         refused: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
             (model, optimizer_config(**SHARDED), {}, f"is True in OptimizerConfig and False {chunk_0}"),
@@ -278,10 +277,10 @@ def _refusals() -> None:
             with pytest.raises(ValueError, match=words):
                 get_megatron_optimizer(config, [chunk], **options)
         for p in model.parameters():
-            p.tensor_model_parallel = False  # as Megatron sets it at tensor-parallel size 1
+            p.tensor_model_parallel = False  # Megatron sets this attribute to False if the tensor-parallel size is 1.
         bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
         with pytest.raises(ValueError, match=r"shardmuon\.frameworks\.megatron, or set p\.grad = p\.main_grad"):
-            bare.step()  # Megatron's gradients are in p.main_grad, not p.grad
+            bare.step()  # Megatron's gradients are in p.main_grad, not p.grad.
     with megatron(**TP):
         model = gpt(ddp=SHARDED, **TP)
         model.module.decoder.layers[0].mlp.linear_fc2.weight.partition_stride = 2
@@ -322,7 +321,8 @@ def _state(made: Job, kind: str, is_loading: bool) -> dict[str, Any]:
 
 
 def _write(made: Job, kind: str, path: pathlib.Path) -> None:
-    if kind == "torch":  # the older format has one file per model-parallel rank, and one of parameter state
+    # Megatron's older checkpoint format has one file per model-parallel rank, and one of parameter state.
+    if kind == "torch":
         made.optimizer.save_parameter_state(str(path / "parameters"))
         torch.save(made.optimizer.state_dict(), path / f"torch{dist.get_rank()}")
         return
@@ -331,14 +331,14 @@ def _write(made: Job, kind: str, path: pathlib.Path) -> None:
 
     (path / kind).mkdir(exist_ok=True)
     dist.barrier()
-    # Megatron keeps one such queue per process
+    # Megatron keeps one write queue per process.
     own = mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue)
     with own, _with_transformer_engine(kind == "fully_reshardable"):
         dist_checkpointing.save(_state(made, kind, False), str(path / kind))
 
 
 def _read(made: Job, kind: str, path: pathlib.Path) -> None:
-    if kind == "torch":  # the next step copies the fp32 main weights to the model
+    if kind == "torch":  # After loading, the next step copies the fp32 main weights to the model.
         made.optimizer.load_state_dict(torch.load(path / "torch0"))
         made.optimizer.load_parameter_state(str(path / "parameters"))
         return
@@ -374,14 +374,15 @@ def _load(
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
         if muon:
-            made.train(5)  # creates variant state that loading must discard
+            made.train(5)  # This step creates variant state that loading must discard.
         _read(made, kind, folder)
         for part in made.muons:
             part.prepare()
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        expected = wanted[dist.get_rank() % len(wanted)]  # rank with the same tensor-parallel parameters
+        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
+        expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 
 

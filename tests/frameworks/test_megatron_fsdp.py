@@ -75,10 +75,12 @@ class Model(nn.Module):
         return torch.stack([unit(grads) for unit in self.modules() if isinstance(unit, Unit)]).sum()
 
 
-MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]  # matrices of the two units
+MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
 BLOCKS, EXPERTS, TENSOR_PARALLEL = "blocks", "experts", "tensor parallel"
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-CUTS = {  # partition_dim and partition_stride of column-parallel, row-parallel and gated column-parallel weights
+# The values are partition_dim and partition_stride of a column-parallel, a row-parallel and a gated column-parallel
+# weight.
+CUTS = {
     "layer.blocks.0.up.weight": (0, 1),
     "layer.blocks.0.down.weight": (1, 1),
     "layer.blocks.1.up.weight": (0, 2),
@@ -124,7 +126,8 @@ def _wrapped(form: str, model: nn.Module) -> Any:
         fsdp_unit_modules=[Unit],
         zero_dp_strategy=strategy,
         device=torch.device("cpu"),
-        calculate_per_token_loss=True,  # sums gradients; averaging needs a reduction that gloo does not have
+        # This option sums gradients, as averaging needs a reduction that gloo does not have.
+        calculate_per_token_loss=True,
         **options,
     )
 
@@ -139,7 +142,7 @@ class Job:
         self.form, self.cuts = form, CUTS if form == TENSOR_PARALLEL else {}
         kind = EXPERTS if form == EXPERTS else BLOCKS
         self.matrices, self.dense_model = [f"layer.{kind}.{name}" for name in MATRICES], Model(kind)
-        # data-parallel rank and ranks
+        # Each data-parallel rank is a source of gradients.
         self.source, self.sources = rank // tensor_parallel, range(world // tensor_parallel)
         self.of_units = range(rank % 2, world, 2) if form == EXPERTS else self.sources
         for p in self.dense_model.layer.parameters() if form == EXPERTS else ():
@@ -223,7 +226,7 @@ class Job:
     def stored(self, full: Tensor, name: str) -> Tensor:
         """This rank's shard of a full tensor: the slice given by megatron-fsdp of the tensor-parallel part."""
         part, p = self.part(full, name), self.params()[name]
-        kept = getattr(p, "megatron_fsdp_slice", slice(0, None))  # megatron-fsdp sets no slice on unsharded parameters
+        kept = getattr(p, "megatron_fsdp_slice", slice(0, None))  # megatron-fsdp sets no slice on unsharded parameters.
         return part.flatten()[kept.start : kept.stop].view(-1, *part.shape[1:])
 
 
@@ -240,7 +243,7 @@ def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int
         stored = job.check()
         meshes = [job.params()[name].device_mesh.mesh for name in (job.matrices[0], "ends.mixer.weight")]
         ranks = [tuple(mesh.flatten().tolist()) for mesh in meshes]
-        job.wrap()  # wrapping again, as after loading, must keep existing state
+        job.wrap()  # Wrapping again, as after loading, must keep existing state.
         job.check()
         job.step(30, ("ends.mixer.weight", "ends.mixer.bias"))
         ones = {name: torch.ones_like(p) for name, p in job.dense_model.named_parameters()}
@@ -283,7 +286,7 @@ def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
 
 # ------------------------------------------------------------------------------------------------- what is refused
 
-REFUSED = "layer.blocks.0.up.weight"  # a weight of 12 rows of 6 elements
+REFUSED = "layer.blocks.0.up.weight"  # The weight has 12 rows of 6 elements.
 
 
 def _shift(p: Any, elements: int) -> None:

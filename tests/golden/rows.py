@@ -98,7 +98,7 @@ def table_of(only: str) -> dict[str, Digests]:
 
 
 def main() -> None:
-    from golden import rows  # the ranks import this module by its full name
+    from golden import rows  # The ranks import this module by its full name, not as __main__.
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True)

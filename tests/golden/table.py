@@ -136,10 +136,10 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
-LRS = (0.02, 0.013, 0.05, 0.0307)  # learning rate of each step
-FSDP1 = "fsdp1"  # has its own backward pass, so no gradient is missing
-ALONE = ("ddp", "fsdp2")  # layouts that differ from "single" even on one rank
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # number of rows of each layout, by world size
+LRS = (0.02, 0.013, 0.05, 0.0307)
+FSDP1 = "fsdp1"  # FSDP1 gets its gradients from its own backward pass, so no gradient is missing.
+ALONE = ("ddp", "fsdp2")  # These layouts differ from "single" even on one rank.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, by world size.
 
 
 class Row(NamedTuple):

@@ -39,7 +39,7 @@ def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
 
 # --------------------------------------------------------------------------------------------------- every layout
 
-# updated by AdamW; some have fewer elements than there are ranks
+# AdamW updates the vectors; some have fewer elements than there are ranks.
 VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}
 
 
@@ -111,7 +111,7 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     grads = [normal(*shape, seed=len(shape)).to(dtype) for shape in ((7, 5), (3,))]
     ours, theirs = (
         [_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads])
-    )  # the reference sums in fp64
+    )  # The reference computes norms in fp64.
     before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
     below = clip_grad_norm_(ours, 1.01 * float(exact), order)
@@ -119,7 +119,7 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     found = clip_grad_norm_(ours, 0.5, order)
     assert torch.equal(below, found) and found.dtype == torch.float32
     assert_rounded(found, exact.float(), roundings=0)
-    factor = 0.5 / (found + 1e-6)  # in fp32, never in the gradient's dtype
+    factor = 0.5 / (found + 1e-6)  # The factor is rounded to fp32, never to the gradient's dtype.
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
         # shardmuon rounds norm + 1e-6, the quotient, the product and its cast; torch rounds a cast.
@@ -135,7 +135,7 @@ def test_a_norm_that_is_not_finite_is_refused_or_spreads_as_in_torch(bad: float)
     assert str(ours.grad) == str(theirs.grad)
     assert not math.isfinite(float(clip_grad_norm_(ours, 1.0)))
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert_rounded(ours.grad, theirs.grad, roundings=0)  # NaNs and zeros are at the same positions
+    assert_rounded(ours.grad, theirs.grad, roundings=0)  # NaNs and zeros must be at the same positions.
 
 
 @pytest.mark.parametrize("options", [{"norm_type": 0}, {"norm_type": -1}, {"norm_type": math.nan}, {"max_norm": -1.0}])
@@ -175,7 +175,8 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)  # the root of an exact sum, and sqrt(2) itself
+    # One side rounds the root of an exact sum, the other rounds sqrt(2).
+    assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
 # ------------------------------------------------------------------------------------------------ groups of ranks
@@ -225,7 +226,8 @@ class Data:
         self.rows, self.columns, self.own = ([normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = normal(7, 2, seed=20), normal(2, 6, seed=21), normal(6, 3, seed=22)
         self.large = normal(16, 8, seed=23)
-        self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]  # sums are exact in any order
+        # Sums of these integers are exact in any order.
+        self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
         self.all_of = _sharded(self.shared, self.flat, Shard(0))
@@ -413,7 +415,8 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):  # never both ranks that share a shard
+        # The two ranks that share a shard never both change.
+        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
             param.grad, order = bad.get(change, param.grad), -1.0 if change == "norm_type" else 2.0
@@ -479,5 +482,5 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # each of these calls waits for the device
+        # A call of this operator waits for the device.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

@@ -94,7 +94,7 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-# layouts in which one mesh axis shards the experts and no axis shards anything else
+# In these layouts one mesh axis shards the experts, and no axis shards anything else.
 OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")
 ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 
@@ -116,7 +116,6 @@ def _read(placement: Placement) -> int:
     local = torch.empty(2, 6, device="meta")
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []
-    # replicated on ranks 0 and 1
     pair = Listed("b", "b", torch.ones(4, 6), {"use_muon": True, "process_group": (0, 1)}, {})
     listed = [Listed("a", "a", param, {"use_muon": True}, {}), *[pair] * (dist.get_rank() < 2)]
     bind(listed, fingerprint=lambda storage: seen.append(storage) or 0)  # type: ignore[func-returns-value]
@@ -147,7 +146,7 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
                     wanted[ties] = tuple(sorted(rows))
         assert _grids_of(known) == wanted
     start = time.process_time()
-    _grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})  # each rank has a tensor of its own
+    _grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})
     assert time.process_time() - start < 2.0
 
 
@@ -155,7 +154,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # (tp_group, process_group) of ranks 0, 1, ..
+    ("known", "message"),  # Each entry of `known` is a pair (tp_group, process_group) of ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

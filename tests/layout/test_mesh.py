@@ -34,7 +34,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     of an axis is the number of shards made before it by axes that come later in the mesh. A factor that remains is
     that of an axis which is gathered."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    order = data.draw(st.permutations(range(len(mesh))))  # the axis that shards first comes first
+    order = data.draw(st.permutations(range(len(mesh))))  # The permutation lists axes in the order in which they shard.
     gathered = data.draw(st.integers(1, 3))
     size = data.draw(st.integers(1, 40))
     placements = []

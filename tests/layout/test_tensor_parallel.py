@@ -33,7 +33,7 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     return param
 
 
-# makes this rank's shard of a full tensor, with its tensor-parallel attributes
+# A function of this type returns this rank's shard of a full tensor, with its tensor-parallel attributes.
 Shard = Callable[[Tensor], nn.Parameter]
 
 
@@ -206,7 +206,7 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-FLAT = {  # expected error: first element and size of each rank's range
+FLAT = {  # The keys are expected errors, the values are the first element and the size of each rank's range.
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],
     "offset (12,) and size (14,) is out of bounds of 24 elements": [(0, 12), (12, 14), (24, 0), (24, 0)],

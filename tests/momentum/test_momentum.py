@@ -57,11 +57,11 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    smallest = 2.0**-149  # spacing of fp32's subnormal numbers
+    smallest = 2.0**-149  # The smallest subnormal fp32 number is the spacing near zero.
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
-    # the code is rounded stochastically where the momentum changed little
+    # Momentum that changed little is rounded stochastically, so the random bits matter.
     assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))
     assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
@@ -88,7 +88,7 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
-    assert bool((gap > 0).all())  # each value was rounded both up and down
+    assert bool((gap > 0).all())  # Each value must have been rounded both up and down.
     # The two results of a value must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
@@ -115,7 +115,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # chi-squared test at 4 sigma
+    # A chi-squared test with 63 degrees of freedom, at 4 sigma.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
@@ -139,7 +139,7 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     stored = optimizer.state[w]["momentum_buffer"]
     found = decode(stored, optimizer.state[w]["momentum_scale"]) if dtype == "int8" else stored.float()
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
-    for columns in (slice(0, 64), slice(192, 256)):  # the smallest and the largest entries of a block
+    for columns in (slice(0, 64), slice(192, 256)):  # The slices are the smallest and the largest entries of a block.
         g = w.grad[:, columns]
         # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias
         # and an error of at most one spacing (2 u times the largest value; in int8, relative to the block's largest
@@ -147,8 +147,9 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
-        summed = 2 * 200 * roundoff(FP32)  # one fp32 lerp per step
-        assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed  # four standard deviations
+        summed = 2 * 200 * roundoff(FP32)  # Each step rounds one lerp in fp32.
+        # The statistical error is bounded by four standard deviations.
+        assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed
 
 
 @pytest.mark.parametrize(
@@ -164,15 +165,15 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
     found = sum(t.untyped_storage().nbytes() for p in params for t in optimizer.state[p].values())
     elements = sum(p.numel() for p in params)
     blocks = sum(p.shape[0] * -(-p.shape[1] // BLOCK) for p in params) if dtype == "int8" else 0
-    counts = len(params) if dtype in (BF16, "int8") else 0  # step counts, which stochastic rounding needs
-    assert found == size * elements + 4 * (blocks + counts)  # one fp32 scale per block
+    counts = len(params) if dtype in (BF16, "int8") else 0  # Stochastic rounding needs a step count per parameter.
+    assert found == size * elements + 4 * (blocks + counts)  # Each block has one fp32 scale.
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
 
 
 INT8, ROUNDED = ({"momentum_dtype": dtype, "stochastic_rounding": True} for dtype in ("int8", BF16))
-# these layouts split blocks, so 8-bit momentum is refused
+# These layouts split blocks, so 8-bit momentum is refused.
 CUT_ANYWHERE = [name for name in LAYOUTS if name.startswith("mcore")]
 STORED = [
     *((name, "blocked", INT8) for name in LAYOUTS if name not in CUT_ANYWHERE),

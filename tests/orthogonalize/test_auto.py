@@ -52,20 +52,21 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = sum(flops(method, m, n, coefficients, dtype, share))
-    if method == "gram" and dtype == FP16:  # in emulated fp16, a restart computes full products instead of split ones
+    if method == "gram" and dtype == FP16:  # In emulated fp16, a restart computes full products instead of split ones.
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        assert 0.98 < counter.get_total_flops() / counted < 1.02  # row blocks may have unequal sizes
+        # Row blocks may have unequal sizes, so the estimate is not exact.
+        assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "share", "with_n", "small"),
-    [  # m = 128; multiples of m^2 n and of m^3. fp64 needs no restart
+    [  # The last two columns are multiples of m^2 n and m^3 for m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 1.0, 20, 10),
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),
         ("gram", KELLER, FP64, 512, 0.5, 3, 17),
-        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # fp32 has one restart from X
+        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32 there is one restart, from X.
         ("gram", POLAR, FP32, 512, 0.5, 6, 14),
         # With fp16 and n/m above 7/3 the restart is local: 3 m^2 n + 14 m^3, split products 6 m^3, and 2 m^3 to merge
         # the Q factors.
@@ -151,8 +152,8 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     ("method", "says"),
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
-        ("torch", r"machines differ.*fp32_precision"),  # torch's method uses the process's precision flags
-        ("standard", r"^(?!.*machines differ)"),  # the other methods set the flags themselves
+        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the precision flags of the process.
+        ("standard", r"^(?!.*machines differ)"),  # The method "standard" sets the precision flags itself.
     ],
 )
 def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str, world2: RankPool) -> None:
@@ -207,7 +208,8 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # raised by torch 2.11 itself
+# torch 2.11 raises this warning in its own code.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo
 
@@ -230,7 +232,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # method, matmul dtype, wire dtype
+WIRES = [  # Each row has the method, the matmul dtype and the wire dtype.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),
@@ -253,7 +255,7 @@ def test_half_precision_products_travel_in_bf16_and_one_process_rounds_alike(
     options: dict[str, Any] = {"method": method, "ns_dtype": dtype}
     found = world2.run(_travelled, options)
     assert [bitwise for bitwise, _ in found] == [True, True]
-    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize  # each rank sends half of the matrix
+    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize  # Each of the two ranks sends half of the matrix.
     p = nn.Parameter(torch.zeros(12, 48))
     p.grad = normal(12, 48, seed=3)
     Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **options).step()

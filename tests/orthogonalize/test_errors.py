@@ -70,7 +70,7 @@ def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
     """
     chosen = schedule(*list(CASES)[number])
     x, u, s, vh = _decomposed(at)
-    exact = (u * chosen(s / s.norm())) @ vh  # computed from the singular values
+    exact = (u * chosen(s / s.norm())) @ vh
     for turn in (0, 2):
         method, dtype = PRODUCTS[(at + number + turn) % len(PRODUCTS)]
         found = orthogonalize(x[None], chosen.triples, method=method, dtype=dtype)[0]

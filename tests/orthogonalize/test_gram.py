@@ -84,7 +84,7 @@ def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor,
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])  # a first slope of 0 must not affect when restarts happen
+FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])  # A first step with slope 0 must not delay the restarts.
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 

@@ -61,7 +61,7 @@ def test_names_of_other_libraries_are_known() -> None:
     assert {name: schedule(name).triples for name in names} == {n: schedule(of).triples for n, of in names.items()}
     assert schedule(KELLER).name == "keller"
     given = [schedule(KELLER), schedule(KELLER, 3), schedule([list(KELLER)] * 2, 9)]
-    # as in torch, a list of triples defines the number of steps
+    # As in torch, a list of triples defines the number of steps.
     assert [found.triples for found in given] == [(KELLER,) * count for count in (5, 3, 2)]
 
 
@@ -75,7 +75,7 @@ def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     assert [schedule("polar_express", steps).fault for steps in range(4, 9)] == [None] * 5
 
 
-AOL = (  # T. Boissin 2025, designed for row-scaled input
+AOL = (  # T. Boissin (2025) designed this schedule for row-scaled input.
     (4.0098, -7.0585, 2.4635),
     (3.4585, -5.5479, 2.5959),
     (2.7573, -3.2939, 1.4254),

@@ -54,7 +54,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    assert f"{percent:.3g}" == f"{stated:.3g}"  # a lower value would mean that the estimate was loosened
+    assert f"{percent:.3g}" == f"{stated:.3g}"  # A lower value would mean that the estimate has been loosened.
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
 

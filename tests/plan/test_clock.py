@@ -10,22 +10,23 @@ import pytest
 from shardmuon.price import clock
 from shardmuon.price.clock import BucketTimes
 
-B = BucketTimes  # pack, gather, orthogonalize, scatter, apply, fill, relay, finish
+B = BucketTimes  # The fields are pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
 
 
 @pytest.mark.parametrize(
     ("ranks", "first", "last", "overlap", "ends"),
     [
-        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # a single bucket takes the sum of its phases
+        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # A single bucket takes the sum of its phases.
         # The links are never idle between the first pack and the last apply. Without overlap, no communication runs
         # during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
-        ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),  # matmuls hide the communication
+        # Orthogonalization hides the communication.
+        ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),
         # An exchange starts when the last rank has packed its data, and a rank idles until the other rank has its
         # result.
         ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
-        # a local bucket waits for no other rank
+        # A bucket without an exchange waits for no other rank.
         ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),
         # Ranks that run the buckets in different orders wait for each other and end later than 9, the end with equal
         # orders.
@@ -46,7 +47,7 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
         slow, fast = (clock.run([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
         computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
         carried = sum(w.gather + w.scatter for w in works)
-        rounding = 2.0**-40  # for a few dozen sums of numbers below 1
+        rounding = 2.0**-40  # The bound covers the rounding of a few dozen sums of numbers below 1.
         assert max(computed, carried) - rounding <= fast.end <= slow.end + rounding
         assert slow.end <= computed + carried + rounding
         assert abs(slow.waited - carried) <= rounding
@@ -57,7 +58,7 @@ def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
     works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = clock.run([works], 0.0, [0.0], 1.0)
     relays = [e.start for e in course.events if e.phase == "relay"]
-    assert relays == [20.0, 30.0, 38.0]  # the last relay waits for the one before it
+    assert relays == [20.0, 30.0, 38.0]  # The last relay waits for the previous one.
     assert (course.end, course.waited) == (38.0 + 8.0 + 1.0, 14.0)
 
 

@@ -29,7 +29,8 @@ def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec
 EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
-    # three matrices per cost 1, 3, 4, 4 and rank; longest-first assignment gives 10 instead of 9
+    # 48 matrices of costs 1, 3, 4, 4 on 16 ranks are three per rank; longest-first assignment gives one rank 10, where
+    # the mean is 9.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
     # 48 matrices of costs 1, 3, 4, 4 on 24 ranks are two per rank, so at best some rank has 4 + 3, which is 7 / 6 of
     # the mean.
@@ -60,7 +61,7 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
         return time.process_time() - start
 
     gc.collect()
-    gc.disable()  # keeps garbage of earlier tests out of the measured time
+    gc.disable()  # Disabling garbage collection keeps objects of earlier tests out of the measured time.
     try:
         before, start = loop(), time.process_time()
         made = make()
@@ -89,7 +90,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    assert 0 < sent < 20 * mean  # a single matrix is 60% of the mean at this scale
+    assert 0 < sent < 20 * mean  # A single matrix is 60% of the mean at this scale.
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
@@ -106,7 +107,7 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     owners = [len({plan.items[n].owners for n in bucket.items}) for bucket in plan.buckets]
     assert owners == [min(ranks, 7 * 32)] * buckets
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
-    assert costs in (sorted(costs), sorted(costs, reverse=True))  # the cheapest bucket is first or last
+    assert costs in (sorted(costs), sorted(costs, reverse=True))  # The cheapest bucket must be first or last.
 
 
 def test_a_plan_says_who_does_what() -> None:

@@ -107,7 +107,7 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
         program, alone = (make_program(one, one.buckets[0], rank) for one in (plan, bare))
         assert program.relay is not None and program.relay.told
         assert len(program.relay.passed) == len(program.relay.copies) == 1
-        for peer in (2, 3) if rank < 2 else (0, 1):  # the ranks of the other replica
+        for peer in (2, 3) if rank < 2 else (0, 1):
             assert program.gather.sent[peer] == alone.scatter.sent[peer] == 0
 
 
@@ -127,7 +127,7 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     cuts = [[b for b in plan.buckets if b.ranks == (1,)] for plan in plans]
     assert [len(of_rank) for of_rank in cuts] == [1, 3, 2] and not any(b.exchange for of_rank in cuts for b in of_rank)
     assert (plans[0].digests[0, 1], plans[2].digests[1, 2]) == (plans[1].digests[0, 1], plans[1].digests[1, 2])
-    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)  # another layout in the second set
+    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)  # The second set gets another layout.
     assert other.digests[0, 1] == plans[0].digests[0, 1] and other.digests[1, 2] != plans[1].digests[1, 2]
 
 
@@ -140,7 +140,7 @@ def test_every_owner_has_equal_work_in_each_share() -> None:
         [sum(plan.items[n].cost for n in b.items if plan.items[n].owners == (r,)) for r in range(8)]
         for b in plan.buckets
     ]
-    assert len(work) == 7  # per owner, 12 large matrices in six buckets and six small ones in the seventh
+    assert len(work) == 7  # Each owner has 12 large matrices in six buckets, and six small ones in the seventh.
     assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
 
@@ -169,7 +169,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
         assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
             parts = [part for share in shares if (part := [item for item in share if item in line])]
-            assert [item for part in parts for item in part] == line  # in the same order
+            assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
             assert len(parts) == min(len(shares), len(line))
 

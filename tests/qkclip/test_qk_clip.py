@@ -54,7 +54,7 @@ class Eager(Llama):
         return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
 
 
-def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64; maximum over the logits that the causal mask keeps
+def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, over the logits that the causal mask keeps
     q, k, _ = (t.detach().double() for t in attention.heads(x))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -134,7 +134,7 @@ def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dty
     before = {n: p.detach().clone() for n, p in params.items()}
     share = layer.num_heads // layer.num_groups
     most = 100.0 / torch.tensor(gain).repeat_interleave(share)
-    # the largest logit of a group counts, which is that of its last head
+    # The last head of a group has the largest logit of the group, which determines its gain.
     most -= (torch.arange(layer.num_heads) + 1) % share
     assert clip_by({"a": most}, params, layers=[layer], alpha=alpha).tolist() == list(gain)
     for n, found in params.items():
@@ -171,7 +171,7 @@ def test_the_largest_logit_is_that_of_the_whole_matrix(groups: int, mask: str, c
         "bool": drawn,
         "float": drawn[0, 0],
         "padding": (torch.arange(11) < torch.tensor([[4], [11], [7]]))[:, None, None, :],
-        "blind": (torch.arange(4) != 1)[:, None, None],  # one head attends to nothing
+        "blind": (torch.arange(4) != 1)[:, None, None],  # The second head attends to nothing.
     }.get(mask, torch.ones(9, 11, dtype=torch.bool))
     given: Any = {"is_causal": True} if mask == "causal" else {"attn_mask": None if mask == "none" else seen}
     if mask == "float":
@@ -202,7 +202,7 @@ def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(n
     model = MEASURED[name]()
     batches = [(1.0 + s) * normal(2, 5, 12, seed=s) for s in range(3)]
     for x in batches:
-        x[0, -1] *= 10.0  # the largest logits are hidden by the padding
+        x[0, -1] *= 10.0  # The padding mask must hide the largest logits.
 
     def run() -> list[Tensor]:
         made = [model(x) for x in batches]

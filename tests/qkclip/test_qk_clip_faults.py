@@ -27,8 +27,8 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-Sets = list[tuple[int, ...]]  # the sets of one weight; a rank in no set has the weight alone
-Family = dict[str, Sets]  # maps weights to their sets; the last character of a weight names its layer
+Sets = list[tuple[int, ...]]  # The sets of ranks that share one weight; a rank in no set has the weight alone.
+Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -36,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     "within another": {"q0": [(0, 1)], "k0": [(1, 2)], "q1": [(0, 1, 2), (3,)], "k1": [(0, 1, 2)]},
     "alone": {"q0": [], "k0": [], "q1": [], "k1": []},
 }
-CONNECTED: dict[str, dict[str, Sets]] = {  # the ranks that are connected by the sets of each layer's weights
+CONNECTED: dict[str, dict[str, Sets]] = {  # The ranks that are connected by the sets of a layer's weights.
     "rows and columns": {"0": [(0, 1, 2, 3)], "1": [(0, 1, 2, 3)]},
     "chain": {"0": [(0, 1, 2, 3)], "1": [(0, 1), (2, 3)]},
     "within another": {"0": [(0, 1, 2), (3,)], "1": [(0, 1, 2), (3,)]},
@@ -118,7 +118,7 @@ def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(n
 # ----------------------------------------------------------------------------------------------------- differences
 
 
-DIFFERENT: dict[str, dict[str, Any]] = {  # what rank 2 passes
+DIFFERENT: dict[str, dict[str, Any]] = {  # The arguments that rank 2 passes instead of the common ones.
     "tau": {"tau": 7},
     "alpha": {"alpha": 0.25},
     "logits": {"logits": lambda: {"0": torch.ones(3)}},
@@ -139,7 +139,7 @@ def _differing(what: str) -> list[str]:
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # on both ranks of its set, a weight is replaced by one of another shape
+    # Both ranks of a set replace their shared weight by one of another shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -152,7 +152,7 @@ def _differing(what: str) -> list[str]:
             said.append(str(error))
             assert unlike(before, job.held()) == []
     if said:
-        job.scaler = None  # the next call has a new scaler with everybody's arguments
+        job.scaler = None  # The next call makes a new scaler with the common arguments.
     else:
         twin.clip(1)
         twin.clip(1)
@@ -195,7 +195,7 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # every function on two ranks, every sixth one otherwise
+    # On two ranks a fault is planted in every function, on more ranks in every sixth.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
@@ -227,7 +227,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # a single rank does not vote
+    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # A single rank does not vote.
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]
     said = []

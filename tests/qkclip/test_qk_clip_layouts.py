@@ -99,7 +99,7 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    for _ in range(2):  # the first call locates the weights, the second uses the cached table
+    for _ in range(2):  # The first call locates the weights, and the second uses the cached table.
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
     return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
@@ -136,7 +136,7 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
     found = run.weights()
     wanted = _on_one_process(run.start(_model(dtype)), [run.gradients(given) for given in grads])
     wrong = [n for n, t in found.items() if not torch.equal(t, wanted[n])]
-    if dtype == torch.bfloat16:  # the model's weights are the clipped fp32 masters rounded to bf16
+    if dtype == torch.bfloat16:  # The model's weights must be the clipped fp32 masters, rounded to bf16.
         import deepspeed
 
         params = dict(run._params)
@@ -189,8 +189,8 @@ def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
-    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # (groups, q q k v, head size, columns)
-    # largest values over all ranks, one per group of two heads
+    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, q q k v, head size, columns)
+    # The numbers are the largest logits over all ranks, one per group of two heads.
     gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]
     for _ in range(2):
         rows[:, :3].mul_(gain.pow(0.5).view(-1, 1, 1, 1))
@@ -234,12 +234,12 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
-        # raised because the demo's output is a view
+        # FSDP2 warns because the demo's output is a view.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            model.require_backward_grad_sync = is_last  # DDP's `no_sync` sets this attribute
+            model.require_backward_grad_sync = is_last  # DDP's `no_sync` sets this attribute.
             train.loss_of(model, rows).backward()
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
@@ -261,7 +261,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
     (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
-    assert all(theirs[1] == together for theirs in others)  # every rank reports the same bits
+    assert all(theirs[1] == together for theirs in others)  # Every rank must report the same bits.
     for here, wanted in zip(together, alone, strict=True):
         # Each side sums 32 terms in q and in k and 8 in their product, after norms and rotations.
         a, b = (torch.tensor(x) for x in (here, wanted))

@@ -64,7 +64,7 @@ def _backward(job: Job, scale: float = 30.0) -> None:
 
 NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
     "evaluation": (torch.no_grad()(lambda job: job.loss(50, 30.0)),),
-    # the following steps have finite logits, which must count
+    # Only the finite logits of the next steps may count.
     "a batch that is not finite": (partial(_backward, scale=math.nan),),
     "state loaded": (_backward, lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict())),
     "a checkpoint loaded": (
@@ -121,7 +121,7 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None, in_a_clo
     wanted = plain.step(1, 2, 3)
     job.optimizer.step(run if in_a_closure else run())
     assert_measured(job.clip, wanted)
-    if how is _in_turn:  # this case sums gradients in the same order
+    if how is _in_turn:  # Only this case sums the gradients in the same order as the plain job.
         assert_bitwise(job.weights(), plain.weights())
 
 

@@ -128,7 +128,7 @@ def experts(*, router: int = 4, apart: bool = False, inner: int = 24, inputs_fir
     up, down = (down, up) if inputs_first else (up, down)
     stacks = typed("Experts", w_up=table(*up), w_down=table(*down))
     if apart:
-        # torchtitan keeps the router outside the experts module
+        # torchtitan keeps the router outside the experts module.
         return nn.ModuleDict({"gate": linear(16, 4), "experts": stacks})
     return but(stacks, router=linear(16, router))
 

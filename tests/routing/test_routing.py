@@ -171,7 +171,7 @@ def test_norms_and_entries_that_are_no_map_do_not_decay_and_routers_do() -> None
         ("w12", 24, 8, 'if gate, then up: "*.w12.weight": {"split_sizes": (12, 12)}'),
         ("Wi", 24, 8, 'if gate, then up: "*.Wi.weight": {"split_sizes": (12, 12)}'),
         ("kv_b_proj", 24, 8, '"*.kv_b_proj.weight": {"split_sizes": (..)}'),
-        ("wi", 24, 8, ""),  # T5's wi is a single matrix
+        ("wi", 24, 8, ""),  # T5's wi is a single matrix, not a fused one.
         ("to_q", 8, 8, ""),
     ],
 )
@@ -267,8 +267,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 _STRANGE = MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n"
-# * stands for the numbers of blocks and of layers in a block
-_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"
+_LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"  # Each * stands for a layer number.
 # Arguments, source of the model, exit code, expected output.
 COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
     *(([name], MODEL, 0, _LINES) for name in ("route_example:build", "route_example.py:build", "route_example:built")),

@@ -24,7 +24,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = ROOT / "build" / "site"
-PLAN = ROOT / "docs" / "img" / "plan.html"  # opened as a local file, so a fetched resource would fail to load
+# The page is opened as a local file, so a resource that it fetched would fail to load.
+PLAN = ROOT / "docs" / "img" / "plan.html"
 PAGES = sorted(str(path.parent.relative_to(SITE)) for path in SITE.glob("**/index.html") if "adr" not in path.parts)
 
 
@@ -90,9 +91,10 @@ def test_a_page_loads_all_that_it_names_and_nothing_from_elsewhere(page: Page, a
 )
 def test_search_finds_the_page(page: Page, address: str, words: str, title: str) -> None:
     page.goto(address)
-    page.locator(".md-search__input").press_sequentially(words)  # the page reacts to key presses
+    # The search reacts to key presses, not to a changed input.
+    page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
-    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # results appear one by one
+    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # The results appear one by one.
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 
 
@@ -150,7 +152,7 @@ def test_the_page_of_a_plan_is_readable_in_either_scheme(page: Page, scheme: Lit
     page.goto(PLAN.as_uri())
     colours = page.evaluate("() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }")
     text, paper = (_luminance(colour) for colour in colours)
-    assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0  # WCAG level AAA contrast
+    assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0  # WCAG's level AAA requires a contrast of 7.
     assert (paper > text) == (scheme == "light")
 
 

@@ -19,7 +19,7 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-AUDITED = 2  # the audited step, counted from 1; each example trains more steps, also after resuming
+AUDITED = 2  # The number of the audited step, counted from 1. Each example trains more steps, also after resuming.
 
 RankPool.preload("stack_preload")
 
@@ -68,7 +68,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    with RankPool(world, timeout=120.0) as pool:  # ranks are killed at the end, without the frameworks' shutdown
+    # The pool kills the ranks at the end, without the frameworks' own shutdown.
+    with RankPool(world, timeout=120.0) as pool:
         return pool.run(_watched, example, port, prepare, arguments)
 
 
@@ -78,7 +79,7 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
 def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -> Seen:
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon", GROUP_RANK="0")
-    # DeepSpeed needs the launcher's variables even on one rank
+    # DeepSpeed needs the launcher's variables even on one rank.
     if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[key]
@@ -115,7 +116,8 @@ def force_fsdp2() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as AcceleratorState does on a GPU
+            # AcceleratorState sets this key itself on a GPU.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 
     AcceleratorState.__init__ = make
@@ -140,7 +142,7 @@ def _watching() -> Seen:
                 checks.append(audit(optimizer, samples=1000))
 
     def on_end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        # torch's checkpoint functions take a step without a plan to create state
+        # torch's checkpoint functions take a step to create state, for which Muon makes no plan.
         if isinstance(optimizer, Muon) and optimizer.plans:
             seen.runs.append(optimizer.traffic.orthogonalized - before)
             _look(optimizer, seen)
@@ -149,7 +151,8 @@ def _watching() -> Seen:
                 seen.findings = [str(finding) for finding in report.findings]
                 seen.compared = sum(row.compared for row in report.matrices)
 
-    hooks.register_optimizer_step_pre_hook(on_start)  # never removed, as the process ends with its example
+    # The hooks are never removed, as the process ends with its example.
+    hooks.register_optimizer_step_pre_hook(on_start)
     hooks.register_optimizer_step_post_hook(on_end)
     return seen
 

@@ -77,7 +77,7 @@ LIGHTNING = {"middle": "step=3.ckpt", "muon": [f"net.{name}" for name in NET], "
 TITAN = {"middle": "after-3", "muon": NET, "needs": ("torchtitan", "tyro")}
 TIMM = {"middle": "after-3.pt", "muon": VIT, "needs": ("timm",), "either": ("head.weight",)}
 
-# warnings that a correct example never causes
+# A correct example never causes a warning with these words.
 MISFIRES = ("has a gradient", "orthogonalizes all", "no parameter goes to Muon")
 
 CASES = [
@@ -113,11 +113,11 @@ def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tm
         matrices = sum(map(len, rank.owners.values()))
         owned = [owner for name in case.muon for owner in rank.owners[name]]
         assert len(owned) == matrices - sum(len(rank.owners.get(name, ())) for name in case.either)
-        assert set(owned) == set(range(case.world))  # all ranks have work
-        # with several calls per step, the example's own Audit raises instead
+        assert set(owned) == set(range(case.world))  # Every rank must own some matrices.
+        # With several calls per step, the example's own Audit raises on a finding.
         assert rank.compared == (matrices if case.calls == 1 else 0)
         assert [text for text in rank.heard if any(words in text for words in MISFIRES)] == []
-        assert sum(rank.mine for rank in whole) == matrices  # each matrix is orthogonalized once in the job
+        assert sum(rank.mine for rank in whole) == matrices  # Each matrix is orthogonalized once in the job.
     middle = str(tmp_path / "run" / case.middle)
     resumed = run(case.example, case.world, prepare=case.prepare, **given, resume=middle)
     for rank, steps in (*((rank, 6) for rank in whole), *((rank, 3) for rank in resumed)):
@@ -166,6 +166,6 @@ def test_torchtitan_refuses_its_own_routing_and_parts_with_unlike_rates() -> Non
         MuonOptimizers.Config(options={"lr": 0.02}).build(model_parts=parts)
     made = MuonOptimizers.Config(options={"lr": 0.02, "adamw_lr": 1e-3}).build(model_parts=parts)
     before = [p.clone() for part in parts for p in part.parameters()]
-    made.load_state_dict(made.state_dict())  # before any step of the optimizer
+    made.load_state_dict(made.state_dict())
     assert all(torch.equal(p, q) for p, q in zip(before, (p for part in parts for p in part.parameters()), strict=True))
     assert {float(state["step"]) for o in made for state in o.state.values() if "step" in state} <= {0.0}

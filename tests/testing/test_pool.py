@@ -231,7 +231,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.5)  # gives rank 0 time to raise and rank 1 to reach the barrier
+        time.sleep(0.5)  # The pause gives rank 0 time to raise and rank 1 time to reach the barrier.
         running = [is_running(pid) for pid in pids]
         parent.kill()
     assert running == [True, True] and wait_until(lambda: not any(map(is_running, pids)))
@@ -239,7 +239,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: get_pool(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # a pool that is not called starts no ranks
+    for size in (5, 1, 6, 7):  # A pool starts its ranks at the first call, which these pools never get.
         get_pool(size)
     assert get_pool(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        # only bf16 products depend on the CPU's instructions
+        # Only bf16 products depend on the CPU's instructions.
         pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
@@ -76,7 +76,8 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("instructions", "threads"),
-    [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],  # waiting threads occupy no core
+    # Threads with a passive wait policy occupy no core while they wait.
+    [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
@@ -92,7 +93,7 @@ def test_packed_slots_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-# odd slot sizes, tall matrices, a batch of one
+# The shapes give odd slot sizes, tall matrices and batches of one.
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
     """Matrices of norm 1 in aligned slots are used without a copy and are not modified. Packed matrices are copied into
@@ -165,7 +166,7 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
         assert torch.equal(orthogonalize(x[:count], KELLER, method=method, dtype=dtype), together[:count])
     shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     assert torch.equal(orthogonalize(shifted, KELLER, method=method, dtype=dtype), together)
-    turned = x.mT.contiguous().mT  # column-major memory
+    turned = x.mT.contiguous().mT  # The strides of this copy are column-major.
     assert torch.equal(orthogonalize(turned, KELLER, method=method, dtype=dtype), together)
 
 

@@ -76,7 +76,7 @@ def test_a_wrong_update_is_refused(fault: str, dtype: torch.dtype) -> None:
     assert_same_update(decayed - lr * right, decayed - lr * exact(grad, "keller").float(), exact=True, **options)
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(decayed - lr * wrong, decayed - lr * right, **options)
-    options |= {"before": torch.zeros(32, 48), "lr": 1e-9}  # a small lr does not hide a wrong update
+    options |= {"before": torch.zeros(32, 48), "lr": 1e-9}  # A small lr must not hide a wrong update.
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(-1e-9 * wrong, -1e-9 * right, **options)
 
@@ -92,7 +92,7 @@ def test_bits_are_compared_not_values() -> None:
 
 
 ONE = torch.ones(4)
-ABOVE = torch.nextafter(ONE, ONE + 1)  # one eps above 1, so two roundings
+ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE is one eps above 1, a distance of two roundings.
 # found value, expected value, options, expected error text ("": none)
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),

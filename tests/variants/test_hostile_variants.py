@@ -39,10 +39,10 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
     optimizer.param_groups[1]["use_muon"] = False
     _steps(optimizer, range(2, 4))
     assert set(optimizer.state[params["b"]]) == {"step", "exp_avg", "exp_avg_sq"}
-    # loading the optimizer's own state must be accepted
+    # Loading the optimizer's own state must be accepted.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[1]["use_muon"] = True
-    # "b" must start with fresh state, as its old state belongs to weights of two steps ago
+    # "b" must start with fresh state, as its old state belongs to the weights of two steps ago.
     fresh = nn.Parameter(params["b"].detach().clone())
     for one in (optimizer, Muon([("b", fresh)], lr=0.02, variant=variant, weight_decay=0.0)):
         _steps(one, range(4, 6))

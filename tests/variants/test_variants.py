@@ -84,7 +84,8 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 
 
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
-    layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all elements are on one rank
+    # A single row on two ranks has all of its elements on one of them.
+    layout = sharded(matrix_view((1, 8)), [range(2)], 0)
     kept = (Kept(ParamLayout.replicated(layout.view.kept([8]), layout.ranks), True),)
     assert make_plan([spec("w", layout)._replace(kept=kept)], Policy()).items[0].route == "owner"
     assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"
@@ -106,7 +107,7 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
     together[3], together[9, 0, 0], together[17, 0, -1] = 0.0, math.nan, math.inf
     kept = {s.key: torch.rand(num, s.num_kept(*shape), generator=generator) * 1e3 for s in stages if s.key}
     for numbers in kept.values():
-        numbers[5] = 0.0  # no state yet
+        numbers[5] = 0.0  # Zeros are the state of a matrix before its first step.
     alone = [(x.clone().unsqueeze(0), {key: n[i].clone() for key, n in kept.items()}) for i, x in enumerate(together)]
     before = together.clone()
     scaled_(stages, together, {key: numbers.unbind(0) for key, numbers in kept.items()})
@@ -115,4 +116,5 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    assert shape[0] == 1 or not torch.equal(before[:3], together[:3])  # some variants do not change a single row
+    # Some variants do not change a matrix of a single row.
+    assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

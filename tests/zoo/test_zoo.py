@@ -131,7 +131,7 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
     # A value that is not exactly zero is rounding in the gradient of the softmax, p (g - sum(p g)) with p = 1.
     assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
-        assert is_silent or (part.abs().amax(1) > 0).all()  # every row of v gets a gradient
+        assert is_silent or (part.abs().amax(1) > 0).all()  # Every row of v gets a gradient.
 
 
 # If the gate's weight is zero, the gated part gets no gradient. With an open gate, every row of it does.
@@ -152,7 +152,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
-    tokens = torch.arange(3, 35)[None]  # enough tokens to route some to every expert
+    tokens = torch.arange(3, 35)[None]  # With 32 tokens, every expert is chosen at least once.
 
     def run(model: Any) -> Any:
         return model(input_ids=tokens).logits

@@ -94,7 +94,7 @@ def _make(name: str, implementation: str) -> nn.Module:
     with torch.no_grad():
         for layer in attention_layers(made):
             for rows in layer.rows:
-                made.get_parameter(rows.weight).mul_(12.0)  # makes logits large enough to be clipped
+                made.get_parameter(rows.weight).mul_(12.0)  # The factor makes logits large enough to be clipped.
     return made
 
 
@@ -125,7 +125,7 @@ def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: 
     assert len(wanted) == 2
     for layers in (wanted, [wanted[0] * gains.repeat_interleave(len(wanted[0]) // num_groups)]):
         clip = QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), tau=tau)
-        # QK-clip only measures layers with normalized queries and keys
+        # QK-clip only measures layers that normalize queries or keys.
         normed = "q_norm, k_norm" if name == "Qwen3" else ""
         assert {(x.num_heads, x.num_groups, x.normed) for x in clip.layers} == {(*_HEADS.get(name, (4, 2)), normed)}
         model(_IDS).logits.sum().backward()
