@@ -59,7 +59,8 @@ def _next_step(optimizer: Muon) -> AuditReport:
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """The audit report of the second step, which must have the bits of the dense reference."""
+    """Run two steps on a layout, compare them bitwise with one process, and return the audit report of the second step.
+    """
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         # The optimizer warns about zeros on ranks whose shard has no element of a matrix.
@@ -155,7 +156,7 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
-    """benchmarks/audit_sharpness.py runs 1,000 such random steps; CI runs a few."""
+    """benchmarks/audit_sharpness.py runs 1,000 of these random steps."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
     assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn

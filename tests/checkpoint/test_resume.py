@@ -35,8 +35,8 @@ from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
 Tensors = Mapping[str, Tensor]
 
-# No dimension is divisible by the number of ranks, so shards are uneven; fsdp2+tp also gives strided shards, as it
-# shards rows twice.
+# Most dimensions are not divisible by the number of ranks, so shards are uneven. fsdp2+tp shards rows twice, so some
+# shards are also strided.
 SHAPES = {
     "squarish": (14, 15),
     "tall": (35, 11),

@@ -75,8 +75,8 @@ def _decoded(state: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("wanted", STORED)
 @pytest.mark.parametrize("saved", STORED)
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
-    """Momentum is bitwise equal if both dtypes are; torch would cast fp32 momentum, or a scale, to the parameter's
-    dtype."""
+    """The loaded momentum is bitwise equal if both dtypes are the same; torch would cast fp32 momentum, or a scale, to
+    the parameter's dtype."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
     one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))

@@ -251,7 +251,7 @@ def _raising(error: BaseException) -> None:
 
 
 SETS = {0: (ALL,), 1: (ALL, (1, 2)), 2: (ALL,)}
-# A collective call on three ranks, the expected error text, and the ranks whose own exception caused it.
+# Each case has a collective call on three ranks, the expected error text, and the ranks whose own exception caused it.
 TALKS: dict[str, tuple[Callable[[int], object], str, tuple[int, ...]]] = {
     "nothing": (lambda rank: run_together(lambda: rank), "", ()),
     "one interrupt": (
@@ -314,6 +314,6 @@ def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: R
     found = world4.run(_late, closes)[:3]
     assert "rank 3, or one that it waits for, does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
     assert all("nothing on this rank" in text for text, _ in found)
-    # Closing a lane fails the ranks that wait for it at once, and through them the ranks that wait for those ranks.
-    # Without it they wait for the time-out.
+    # If rank 3 closes its lane, the ranks that wait for it fail at once, and so do the ranks that wait for those ranks.
+    # Otherwise all of them run into the time-out.
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)

@@ -29,7 +29,7 @@ MODULES = [
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_one_after_the_other(path: Path) -> None:
-    """A block's output must be the text block that follows, if there is one."""
+    """The printed output must end with the text block that follows a Python block, if there is one."""
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block, shown in re.findall(r"(?s)```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text()):

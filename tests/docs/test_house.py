@@ -203,9 +203,9 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
-    """On four shards the owner sends three quarters of the matrix and every other rank one quarter. On two replicas of
-    two shards, the owner and its neighbour send each other one half and the other replica another half, and the
-    other replica sends nothing."""
+    """With four shards, the owner sends three quarters of the matrix and every other rank one quarter. With two
+    replicas of two shards, the owner and its neighbour each send one half to each other and one half to the other
+    replica, which sends nothing."""
     from shardmuon.layout.mesh import Shard
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0

@@ -14,8 +14,8 @@ KEYWORDS = {"atol", "rtol"}
 
 
 def loose(source: str) -> Iterator[tuple[int, str]]:
-    """Line and source text of every tolerance in a module that is written as a literal or passed as a keyword. A lower
-    bound (such as "has moved at least this much") does not count."""
+    """Line and source text of every tolerance in a module. A tolerance is a keyword such as atol, or a small literal
+    that bounds a measured number from above."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))

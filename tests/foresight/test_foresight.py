@@ -27,7 +27,8 @@ from shardmuon.testing.pool import get_pool
 
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
-    """The traffic is counted in the same steps that are compared with one process, so over many buckets."""
+    """The traffic is counted in the same steps that are compared with one process. Each of these steps has many
+    buckets."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))

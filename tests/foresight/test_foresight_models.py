@@ -102,8 +102,8 @@ def test_layers_are_told_from_their_experts() -> None:
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
     """In DeepSeek-V3 each rank stores 4 experts of 3 matrices in each of 58 layers. At least 95 % of these matrices are
-    updated without communication, in at most 17 buckets instead of 348, whose batches have at most a 32nd of the
-    rank's momentum."""
+    updated without communication, in at most 17 buckets instead of 348. The batches of a bucket have at most a 32nd
+    of the rank's momentum."""
     for c in count("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
@@ -114,7 +114,8 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
 
 
 def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
-    """DeepSpeed aligns flat buffers so for NCCL: on four ranks, 17 elements are padded to 24, six per rank."""
+    """DeepSpeed pads flat buffers to two elements per rank for NCCL, so 17 elements on four ranks become 24, six per
+    rank."""
     (ranks,) = count(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
     assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)
 

@@ -345,8 +345,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """Change a weight in the model only, on one rank (`written`), or in the fp32 masters only. The next step must
-    refuse it until the user follows the advice in the error."""
+    """With `written`, change a weight of the model on one rank only, otherwise change it in the fp32 masters only. The
+    next step must raise until the user follows the advice in the error."""
     with started(Case(stage)) as job:
         import deepspeed
 

@@ -1,7 +1,7 @@
 """Tests of NVMe offload at ZeRO 3 with real swap files and the real DeepSpeed package.
 
-Tests that swap need DeepSpeed's async_io, which takes minutes to compile: `make nvme` builds it and runs them. The
-others test refusals and run everywhere.
+Tests that swap need DeepSpeed's async_io, which `make nvme` compiles in minutes. The other tests cover refusals and run
+everywhere.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests of the demo `examples/train.py`: the same training on every layout, its bitwise proof, the held-out files, and
-the command line."""
+"""Tests of the demo `examples/train.py`: equal training on every layout, its bitwise check against one process, the
+held-out files, and the command line."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """Whether the demo's proof passes (bitwise equality, equal replicas) if the given ranks overwrite one element of
-    their part of a matrix after the step."""
+    """The results of the demo's bitwise check (equal to one process, equal replicas) if the given ranks overwrite one
+    element of their part of a matrix after the step."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)
     optimizer.step()

@@ -68,7 +68,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
 
 
 def _is_zero(second: Tensor) -> bool:
-    """Whether the second moment is the single expanded zero that matrices have in its place."""
+    """Whether the second moment is a single zero expanded to the full shape, as for Muon's matrices."""
     return second.untyped_storage().nbytes() == second.element_size()
 
 

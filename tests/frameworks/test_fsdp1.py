@@ -1,4 +1,4 @@
-"""Tests of FSDP1: the update equals that of one process; state dicts, gradient clipping, audits, and refusals."""
+"""Tests of FSDP1: equality with one process, state dicts, gradient clipping, audits, and refusals."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """All row counts are divisible by 2 and 4, as torch itself cannot load other sizes into FSDP1. The norm is stored
-    on the first rank and the last bias on the last rank."""
+    """A small model whose row counts are divisible by 2 and 4, as torch itself cannot load other sizes into FSDP1. The
+    norm is stored on the first rank and the last bias on the last rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
@@ -288,8 +288,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Per call, return three norms: torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after
-    clipping."""
+    """For each call, the gradient norm from torch on the plain model, the norm from shardmuon on the sharded model, and
+    FSDP1's norm after clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):

@@ -82,7 +82,7 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Which of the sharding features that the job is meant to cover are present, according to Megatron."""
+    """Which sharding features the job has, from the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -101,8 +101,9 @@ DENSE = [3 * 6]  # Each of q, k, v, proj, fc1 and fc2 is orthogonalized once per
 BOTH = [3 * 4, 3 * 2 * 6]  # The first optimizer has four attention matrices, the second fc1 and fc2 of six experts.
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
-    # Number of ranks, parallel sizes, dtype, whether the optimizer is distributed, DDP options; then, expected per
-    # optimizer: orthogonalizations, sharding features, and the rank sets of the first rank.
+    # Each row has the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the DDP
+    # options. Then come the expected number of orthogonalizations per optimizer, the sharding features, and the rank
+    # sets of the first rank.
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -177,7 +178,6 @@ def _looked_into() -> None:
 
 @needs_megatron
 def test_flat_shards_can_be_planned_and_audited_but_are_clipped_by_megatron(world2: RankPool) -> None:
-    """The gradients come from a real backward pass."""
     world2.run(_looked_into)
 
 
@@ -387,8 +387,9 @@ def _load(
 
 
 RESUMED: list[tuple[int, dict[str, int], bool, dict[str, Any], list[tuple[int, dict[str, int], list[str]]]]] = [
-    # Saved on: number of ranks and parallel sizes, whether the optimizer is distributed, Muon's options. Then a list of
-    # the same two values to load on, and the kinds of checkpoints.
+    # Each row has the number of ranks and the parallel sizes of the job that saves, whether its optimizer is
+    # distributed, and Muon's options. Then, for each job that loads, come the number of ranks, the parallel sizes, and
+    # the kinds of checkpoints.
     (2, {}, True, {}, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
     (4, {}, True, VARIANT, [(2, {}, [KINDS[0], *KINDS[2:]]), (4, {}, KINDS[:1])]),
     (4, TP, True, {}, [(2, TP, KINDS[1:2]), (2, {}, KINDS[1:2])]),

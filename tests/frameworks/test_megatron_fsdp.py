@@ -1,9 +1,8 @@
 """Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and refused steps that must change
 nothing.
 
-The layouts are built by the real megatron-fsdp package (0.6.1) on CPUs with a stand-in for torch.cuda. The reference is
-shardmuon on one process with the full gradients. Audits, clipping and checkpoints are tested together with all other
-layouts (rows "megatron-fsdp" of shardmuon.testing.layouts).
+The real megatron-fsdp package (0.6.1) builds the layouts, on CPUs with a stand-in for torch.cuda. The reference is
+shardmuon on one process with the full gradients.
 """
 
 from __future__ import annotations
@@ -324,7 +323,7 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """The error of each fault, none of which may change weights or state."""
+    """The error messages of all faults. No fault may change weights or state."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)

@@ -1,10 +1,8 @@
-"""The table of golden rows: combinations of layout, options, dtype and missing gradients, chosen with a fixed seed.
+"""The table of golden rows: combinations of layout, options, dtype and missing gradients, chosen with a fixed seed so
+that each option meets many layouts.
 
-The table is not the full product. Options are assigned to the layouts of a world size in shuffled order, again and
-again, so that each option meets many layouts. On one process every option runs in every dtype.
-
-The layouts come from the tree under test (`shardmuon.testing`). Two trees can only be compared if they build a layout
-alike.
+The layouts come from the tree under test (`shardmuon.testing`), so two trees can only be compared if they build a
+layout alike.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# Which parameters have no gradient, by step.
+# For each step, the slice of the parameters that have no gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
@@ -143,7 +141,7 @@ PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, by wor
 
 
 class Row(NamedTuple):
-    """One comparison, given by names of the tables above."""
+    """One comparison. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
 
     layout: str
     options: str

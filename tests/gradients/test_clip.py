@@ -71,8 +71,7 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """Descriptions of the dtypes and norm orders for which the norm or a clipped gradient differs from one process in
-    any bit."""
+    """Differences from one process in the norm or in a clipped gradient, described for each dtype and norm order."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():
@@ -399,13 +398,13 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# Changes of one call; with the first two, the unchanged ranks must not fail.
+# What a rank changes in one call. With the first two changes the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """Repeat calls in which one or two ranks pass something else than before, while the other ranks use what they
-    cached for their parameters."""
+    """Repeat calls in which one or two ranks change their arguments, while the other ranks use what they cached for
+    their parameters."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
@@ -436,7 +435,8 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Norms of lists that share their first tensor, while the second is sharded or plain in turn."""
+    """Norms of pairs of tensors: the first tensor is always the same, and the second alternates between sharded and
+    plain."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))

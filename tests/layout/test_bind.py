@@ -74,8 +74,8 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """For each stack: its experts, those whose per-expert state this rank has by its layout, and those whose weights it
-    stores."""
+    """For each stack, return all experts, the experts whose per-expert state this rank stores, and the experts whose
+    weights it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
     table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))

@@ -45,8 +45,8 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 
-# Every number of rows up to more than the number of ranks, with rows sharded by both FSDP and TP, or with columns
-# sharded by TP. Rows and columns are sharded independently, so the number of columns varies along with the rows.
+# The cases have every number of rows up to more than the number of ranks. FSDP shards rows, and TP shards rows or
+# columns. As rows and columns are sharded independently, the number of columns varies along with the rows.
 ROWS: list[Case] = [
     ((rows, 3 if tp_dim == 0 else 2 + rows % 8), mesh, tp_dim)
     for mesh in ((4, 2), (2, 4), (8, 1), (1, 8))

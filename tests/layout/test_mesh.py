@@ -31,8 +31,7 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     """One to four axes shard a dim in any order, as `fully_shard` does within tensor-parallel shards. The split factor
-    of an axis is the number of shards made before it by axes that come later in the mesh. A factor that remains is
-    that of an axis which is gathered."""
+    of an axis counts the shards made before it by axes that come later in the mesh, and by a gathered axis."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     order = data.draw(st.permutations(range(len(mesh))))  # The permutation lists axes in the order in which they shard.
     gathered = data.draw(st.integers(1, 3))
@@ -53,7 +52,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
-    """How DTensorEngine reads local shards of the shapes `found`."""
+    """The layout that DTensorEngine derives from local shards of the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, mesh, tuple(extents), placements), extents, ())
 

@@ -44,7 +44,8 @@ def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, A
         shards: For each name the full shape, the function that shards it, and its parameter group's options.
         given: Options of the optimizer of the shards.
 
-    Returns the optimizer of the shards.
+    Returns:
+        The optimizer of the shards.
     """
     ours, theirs, pairs = list[Any](), list[Any](), []
     for seed, (name, (shape, cut, options)) in enumerate(shards.items()):
@@ -213,8 +214,8 @@ FLAT = {  # The keys are expected errors, the values are the first element and t
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# For each case, a function of the rank that returns its parameters, further options of their parameter group, and the
-# optimizer's process groups; then the expected error texts.
+# Each case has a function of the rank and the expected error texts. The function returns the parameters, further
+# options of their parameter group, and the optimizer's process groups.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (
         lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),

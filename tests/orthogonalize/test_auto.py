@@ -168,7 +168,7 @@ def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str,
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix whose gradient is already non-finite is not replaced by zeros, and no warning names it."""
+    """A matrix whose gradient is already non-finite stays non-finite, and no warning names it."""
     x, watch, real = normal(4, 8, 40), FiniteWatch(), ITERATIONS["gram"]
     x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")

@@ -28,7 +28,7 @@ METHODS = ("standard", "gram", "torch")
     ("shape", "dtype", "size", "coefficients"),
     [
         *((shape, dtype, 0.01, KELLER) for shape in SHAPES for dtype in (FP32, BF16, FP64)),
-        # norms that torch clamps, and other numbers of steps
+        # These cases have norms that torch clamps, and other numbers of steps.
         *(((9, 20), FP32, size, (OTHER,) * steps) for size in (1.0, 1e-8, 1e-12) for steps in (1, 3, 9)),
     ],
     ids=str,

@@ -60,7 +60,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Specs of a random decoder on a random mesh, and the number of shards per replica."""
+    """Parameter specs of a random decoder on a random mesh, and the number of shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -72,7 +72,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """Variants of a plan with up to 16 buckets, in either order, and with or without a tail of smaller buckets."""
+    """Variants of a plan with up to 16 buckets, in either order, whose buckets are whole or split into parts with
+    different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)
@@ -100,8 +101,8 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chosen plan is within 3 % and three inter-node latencies of the cheapest one, as the equality of the replicas
-    is worth a small cost."""
+    """The planner accepts a loss of 3 % and three inter-node latencies for sharing the work, because shared results
+    keep the replicas equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)

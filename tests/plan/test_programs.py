@@ -112,7 +112,7 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
-    """Rank 1 packs its local matrices of two rank sets into common buckets, but rank 0 is in the first set only."""
+    """Rank 1 packs its local matrices of two rank sets into the same buckets, while rank 0 is only in the first set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
@@ -220,7 +220,7 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """`num` copies of one block size, whose places are given as (step between blocks, stride of the rows[, first
+    """Copies of `num` blocks of one size, whose positions are given as (step between blocks, stride of the rows[, first
     element])."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]

@@ -38,8 +38,8 @@ def test_scaling_by_given_maxima_waits_for_nothing() -> None:
             scaler.reduce(lambda: maxima)
             scaler.apply_()
         assert mode.waits == mode.uploads == []
-        # Per layer: its vector, the largest value per group, the rule (10), the factors (5); for each of q and k the
-        # rows (2) and a product.
+        # The launches of a layer are its vector, the largest value per group, the rule (10) and the factors (5), and
+        # for each of q and k the rows (2) and a product.
         assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 

@@ -110,8 +110,6 @@ def _scaled(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", CONNECTED)
 def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(name: str, world4: RankPool) -> None:
-    """In `within another`, a single reduction over each of the layer's sets, small ones first, would not be enough,
-    although one of the sets has all of their ranks."""
     assert world4.run(_scaled, name) == [[]] * 4
 
 

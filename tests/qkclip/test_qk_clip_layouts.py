@@ -219,8 +219,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
-    """Each layer's maxima on one process with all batches, and on this rank of a mesh with two batches, of which only
-    the second synchronizes gradients."""
+    """Each layer's maxima, measured on one process with all batches, and on a mesh where each rank has two of the
+    batches. Only the second backward pass synchronizes gradients."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):

@@ -109,7 +109,7 @@ def shared(**modules: Any) -> nn.Module:
 
 
 def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
-    """Replace a weight by an empty placeholder: that of ZeRO-3 with `ds_shape`, or one of unknown origin."""
+    """Replace a weight by an empty placeholder, with ZeRO-3's attribute `ds_shape` if a shape is given."""
     module.weight = nn.Parameter(torch.empty(0))
     if ds_shape is not None:
         module.weight.ds_shape = torch.Size(ds_shape)  # type: ignore[attr-defined]

@@ -95,7 +95,7 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """A byte-level model without repeated blocks, as wide as its vocabulary of 16."""
+    """A model without repeated blocks, with a vocabulary of 16 and a width of 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -220,7 +220,7 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# two query groups, each with four query heads, one key head and one value head of size 2
+# There are two query groups, each with four query heads, one key head and one value head of size 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -386,7 +386,8 @@ SAID: dict[str, Case] = {
 
 _NORMED = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
 _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
-# module, parameter, expected matrices (none: AdamW), reason ("": not checked)
+# Each row has a module, the name of a parameter, its expected matrices (none for AdamW), and the expected reason ("" is
+# not checked).
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(3, 8, 3), "weight", ((8, 27),), "convolution, 1 group"),
     # The convolution has a single input channel, but is not depthwise, as groups is 1.
@@ -461,7 +462,7 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 _WRAP = "Build the groups before wrapping"
 _NAMED = "matches none of the model's 17 parameter names.*Close: .*"
-# model, overrides, exception type, pattern of its message
+# Each row has a model, the overrides, the expected exception type, and a pattern of its message.
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         lambda: shared(conv=nn.Conv2d(8, 8, 1), deep=nn.Conv2d(8, 8, 1, groups=2)),

@@ -268,7 +268,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 _STRANGE = MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n"
 _LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"  # Each * stands for a layer number.
-# Arguments, source of the model, exit code, expected output.
+# Each row has the arguments, the source of the model, the exit code, and the expected output.
 COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
     *(([name], MODEL, 0, _LINES) for name in ("route_example:build", "route_example.py:build", "route_example:built")),
     (["route_example:built"], MODEL, 0, "Muon: 6 parameters, 6 matrices, 384 elements"),

@@ -128,7 +128,8 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# Function, arguments, whether exceptions are caught, expected (class, has returned) by rank, words of the error.
+# Each row has a function, its arguments, whether exceptions are caught, the expected (class, has returned) by rank, and
+# words of the error.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),

@@ -157,7 +157,8 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
-    """Neither the size of a batch, nor several batches, nor unaligned memory changes any bit."""
+    """The bits of a matrix do not depend on the batch size, on the number of batches, or on alignment and strides in
+    memory."""
     size = batch_size(*shape, CPU)
     x = torch.randn(size + 3, *shape)
     dtype = torch.float32 if method == "gram" else None
@@ -174,7 +175,7 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
     ("dtype", "bound"), [(torch.float32, 4e-7), (torch.bfloat16, 4e-6), (torch.float64, 4e-15)], ids=str
 )
 def test_a_norm_is_summed_in_one_order_and_exact(dtype: torch.dtype, bound: float) -> None:
-    """Covers small and large matrices, one and two threads, and unaligned memory."""
+    """The cases are small and large matrices, one and two threads, and unaligned memory."""
     threads = torch.get_num_threads()
     for rows, cols in ((1, 5), (17, 33), (128, 128), (129, 1000), (700, 900)):
         x = torch.randn(2, rows, cols).to(dtype)

@@ -93,7 +93,7 @@ def test_bits_are_compared_not_values() -> None:
 
 ONE = torch.ones(4)
 ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE is one eps above 1, a distance of two roundings.
-# found value, expected value, options, expected error text ("": none)
+# Each row has the found value, the expected value, options, and the expected error text ("" for none).
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),
     (ABOVE, ONE, {"roundings": 1}, "allowed 1"),

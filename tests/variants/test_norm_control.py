@@ -12,7 +12,6 @@ from shardmuon import Muon
 
 
 def test_matrices_of_zeros_are_said_once_by_name() -> None:
-    """test_stages.py tests the steps after the warning."""
     experts = torch.stack([torch.zeros(4, 5), torch.ones(4, 5), torch.zeros(4, 5)])
     full = {"a": torch.zeros(4, 5), "b": torch.zeros(5, 4), "c": torch.eye(4), "experts": experts}
     named = [(name, nn.Parameter(t)) for name, t in full.items()]
@@ -24,7 +23,7 @@ def test_matrices_of_zeros_are_said_once_by_name() -> None:
 
 
 def test_a_variant_that_is_added_takes_no_norm_anew() -> None:
-    """A regression test: creating the state of one stage once overwrote that of another."""
+    """Creating the state of one post-processing stage (NorMuon, ..) once overwrote the state of another."""
     params = [nn.Parameter(normal(*shape)) for shape in ((12, 12), (17, 5))]
     optimizer = Muon(params, lr=0.1, weight_decay=0.0, variant="hyperball")
     run(optimizer, params, [0])

@@ -46,8 +46,8 @@ def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, wor
 
 
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
-    """The second moment has 3 fp32 elements of one block and 8 of the next, which thus start in the middle of an fp64
-    element."""
+    """On one rank, the second moment has 3 fp32 elements of one block followed by 8 of the next, which start in the
+    middle of an fp64 element."""
     table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
     assert world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64) == [(True, 0.0, "")] * 2
 
@@ -86,5 +86,5 @@ def _lost_on_one_rank(key: str, left: Any) -> None:
     ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
 )
 def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
-    """A regression test: a rank that had lost its norms once started a reduction that the other ranks did not join."""
+    """A rank that had lost its norms once started a reduction that the other ranks did not join."""
     world2.run(_lost_on_one_rank, key, left)
