@@ -93,7 +93,6 @@ def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     for report in reports:
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert len(report.matrices) >= 8
-        # The difference is 0 if the step and the dense reference round alike.
         assert max(row.difference / row.allowed for row in report.matrices) < 0.6
         assert layout == "single" or report == reports[0]
 

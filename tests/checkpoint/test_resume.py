@@ -290,7 +290,7 @@ def _made(layout: str, how: str) -> None:
     assert job.optimizer.state_dict()["state"] == {}
     if how == "asked":
         get_optimizer_state_dict(job.model, job.optimizer)
-    else:  # This branch takes a step with zero gradients and lr=0, as some checkpoint code does.
+    else:
         for group in job.optimizer.param_groups:
             group["lr"] = 0.0
             for p in group["params"]:

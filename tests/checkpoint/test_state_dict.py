@@ -152,7 +152,7 @@ class File:
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # Whether both layers share one weight.
-    frozen: bool = False  # Whether the first layer is frozen.
+    frozen: bool = False
     empty_at: int | None = None  # Position of a parameter group without parameters.
     # Not None if torch creates no state before loading, because gradients exist ("") or a step broke off (the reason).
     busy: str | None = None

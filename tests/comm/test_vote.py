@@ -80,7 +80,6 @@ def drawn_family(chance: random.Random) -> Family:
 def doubled(num: int) -> list[int]:
     """Run the reduction schedule of a vote with one thread per member, and return the sum that each member ends up
     with."""
-    # There is a first-in, first-out queue for each ordered pair of members.
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
@@ -290,7 +289,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote. The other ranks run into a time-out of one second, or rank 3 closes its
     connections."""
     ranks = tuple(range(4))
-    vote(Ballot(Phase.STEP), ranks)  # The first vote establishes all connections.
+    vote(Ballot(Phase.STEP), ranks)
     lane = groups.lane_of(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
@@ -305,7 +304,7 @@ def _late(closes: bool) -> tuple[str, float]:
     took = time.monotonic() - began
     dist.barrier()
     lane.close()
-    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)  # The second vote opens a new lane.
+    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)
     return text, took
 
 

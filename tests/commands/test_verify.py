@@ -130,8 +130,6 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The fault is on one of two ranks, in the first layout and with bf16 matmuls only."""
-
     def run(fn: Any, layout: str, **given: Any) -> list[Comparison]:
         is_hit = layout == "fsdp2" and torch.bfloat16 in given.values()
         return [SOUND, replace(SOUND, **fault.get(fn, {}))] if is_hit else [SOUND, SOUND]

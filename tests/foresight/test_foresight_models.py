@@ -52,7 +52,7 @@ def _tied() -> nn.Module:
     [
         (_model(), 64),
         (_tied(), 64 + 800),
-        (_model(shared_experts=_experts()), 64 + 8 * 12),  # Every token passes through the shared experts.
+        (_model(shared_experts=_experts()), 64 + 8 * 12),
         (_model(experts=_experts()), 0),
         (_model(block_sparse=nn.ModuleDict({"local_experts": _experts()})), 0),
         # Here the experts are a single 3-D parameter.
@@ -60,7 +60,6 @@ def _tied() -> nn.Module:
     ],
 )
 def test_what_works_on_a_token_is_all_but_tables_and_unknown_of_experts(model: nn.Module, expected: int) -> None:
-    """The elements of a head tied to the embedding are counted once."""
     assert _active_of(model) == expected
 
 
@@ -85,7 +84,7 @@ def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_the
         for key in ("muon_elements", "orthogonalized")
     )
     assert muon[0] == muon[1] and done[0] == done[1]
-    layers = (-1, *range(11), _AFTER)  # There is one parameter in each layer, one before all layers and one after them.
+    layers = (-1, *range(11), _AFTER)
     params = [_Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in layers]
     uneven = _stages_of(params, _parse_mesh("pp=4"))
     assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, _AFTER]]
@@ -93,7 +92,6 @@ def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_the
 
 
 def test_layers_are_told_from_their_experts() -> None:
-    """Two layers of eight experts must not be counted as eight layers."""
     model = _model(experts=_experts())
     model.layers.append(_model(experts=_experts()).layers[0])  # type: ignore[operator, union-attr, index]
     stages = count(model, "shard=1 pp=2", gpus_per_node=1).classes

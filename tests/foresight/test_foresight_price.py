@@ -35,7 +35,7 @@ SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured
 @pytest.mark.parametrize(
     ("table", "at", "value", "outside"),
     [
-        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),  # The table is interpolated linearly in logarithms.
+        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),
         (CURVE, (100,), (1.0, 2.0, 4.0), False),
         (CURVE, (10_000,), (16.0, 18.0, 64.0), False),
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),

@@ -258,7 +258,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         if variant:
             job.step(5)  # This step creates variant state that loading must discard.
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
-        job.step_dense(7)  # A step creates the dense optimizer's state, whose values are replaced below.
+        job.step_dense(7)
         for name, (weight, state) in saved.items():
             p = job.dense.get_parameter(name)
             p.data.copy_(weight)
@@ -323,7 +323,6 @@ def _audited(stage: int) -> None:
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
         with _heard() as found:
-            # This write simulates an update of the weights by someone else.
             known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)
             job.train(2)
         assert "weights_elsewhere" in {finding.name for finding in found}
@@ -458,7 +457,6 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
 def test_what_broke_off_on_one_rank_is_raised_on_all_until_a_checkpoint_is_loaded(
     two: RankPool, stage: int, options: dict[str, Any], fail: Any, words: str, tmp_path: Path
 ) -> None:
-    """The fault occurs in a training step or while a checkpoint is loaded."""
     two.run(_broken, stage, options, fail, words, str(tmp_path))
 
 

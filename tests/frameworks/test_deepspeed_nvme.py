@@ -91,7 +91,7 @@ def _run(case: Case) -> None:
             assert float((dense - job.start[name]).norm()) > 1e-3
         state = {flat: of for flat, of in job.optimizer.state.items() if flat.dim() == 1 and not flat.numel()}
         assert len(state) == SWAPPED
-        assert sum("exp_avg_sq" in of for of in state.values()) == 1  # Only AdamW has a second moment.
+        assert sum("exp_avg_sq" in of for of in state.values()) == 1
         assert not any(s.numel() for of in state.values() for key, s in of.items() if key != "step")
         files = os.listdir(job.engine.optimizer.optimizer_swapper.swap_folder)
         assert sum(name.startswith("exp_avg-") for name in files) == SWAPPED
@@ -126,7 +126,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Train `before` steps on other data, load the checkpoint, and train on with equal bits."""
+    """Train `before` steps on other data, load the checkpoint, and check that the next steps have the bits of the saved
+    job."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)

@@ -115,7 +115,6 @@ def test_a_rank_may_keep_nothing_at_all(world3: RankPool) -> None:
 
 
 def _saved_full(strategy: str, file: str) -> list[str]:
-    """Save a full state dict after two steps, then take two more steps."""
     model, optimizer = job(strategy, KEEPING)
     train(model, optimizer, range(2))
     saved = full_state(model, optimizer)
@@ -173,7 +172,6 @@ def _states(model: nn.Module, optimizer: Muon, options: StateDictOptions | None)
 
 
 def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOptions | None = None) -> None:
-    """Load with torch.distributed.checkpoint before the optimizer's first step."""
     with quiet():
         found = _states(model, optimizer, options)
         dcp.load(found, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=options is None))
@@ -227,7 +225,6 @@ def _net(kind: str) -> nn.Module:
 
 
 def _run(model: nn.Module, optimizer: Muon, seeds: range) -> dict[str, Tensor]:
-    """Train with the same data on every rank, and return the full weights."""
     for seed in seeds:
         model(torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
         optimizer.step()

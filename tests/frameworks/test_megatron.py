@@ -232,7 +232,7 @@ def _groups() -> list[list[Any]]:
 
         with pytest.raises(ValueError, match=r"AttributeError.*no_such_attribute"):
             get_megatron_optimizer(config, made.models, overrides=[(pattern, "adamw")])
-        overrides = {"embedding.*": {"lr": 0.02}}  # Only the first pipeline stage has a parameter of this name.
+        overrides = {"embedding.*": {"lr": 0.02}}
         changed = get_megatron_optimizer(config, made.models, adamw_lr=0.01, overrides=overrides)
         groups, others = made.muons[0].param_groups, changed.chained_optimizers[0].param_groups
         assert len(others) == len(groups) + 1
@@ -374,7 +374,7 @@ def _load(
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
         if muon:
-            made.train(5)  # This step creates variant state that loading must discard.
+            made.train(5)
         _read(made, kind, folder)
         for part in made.muons:
             part.prepare()

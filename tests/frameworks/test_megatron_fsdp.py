@@ -141,7 +141,6 @@ class Job:
         self.form, self.cuts = form, CUTS if form == TENSOR_PARALLEL else {}
         kind = EXPERTS if form == EXPERTS else BLOCKS
         self.matrices, self.dense_model = [f"layer.{kind}.{name}" for name in MATRICES], Model(kind)
-        # Each data-parallel rank is a source of gradients.
         self.source, self.sources = rank // tensor_parallel, range(world // tensor_parallel)
         self.of_units = range(rank % 2, world, 2) if form == EXPERTS else self.sources
         for p in self.dense_model.layer.parameters() if form == EXPERTS else ():
@@ -285,7 +284,7 @@ def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
 
 # ------------------------------------------------------------------------------------------------- what is refused
 
-REFUSED = "layer.blocks.0.up.weight"  # The weight has 12 rows of 6 elements.
+REFUSED = "layer.blocks.0.up.weight"
 
 
 def _shift(p: Any, elements: int) -> None:

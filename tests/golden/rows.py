@@ -32,7 +32,6 @@ Digests = dict[str, str]
 
 
 def digest(value: Tensor) -> str:
-    """A hash of a tensor's bytes, dtype and shape."""
     here = value.contiguous()
     head = f"{here.dtype} {tuple(here.shape)}".encode()
     return hashlib.sha256(head + here.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

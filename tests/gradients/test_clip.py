@@ -31,7 +31,6 @@ ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
 
 def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
-    """A parameter of zeros with the layout of the tensor `like` and the given gradient."""
     param = nn.Parameter(torch.zeros_like(like))
     param.grad = grad
     return param
@@ -110,7 +109,7 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     grads = [normal(*shape, seed=len(shape)).to(dtype) for shape in ((7, 5), (3,))]
     ours, theirs = (
         [_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads])
-    )  # The reference computes norms in fp64.
+    )
     before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
     below = clip_grad_norm_(ours, 1.01 * float(exact), order)
@@ -118,7 +117,7 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     found = clip_grad_norm_(ours, 0.5, order)
     assert torch.equal(below, found) and found.dtype == torch.float32
     assert_rounded(found, exact.float(), roundings=0)
-    factor = 0.5 / (found + 1e-6)  # The factor is rounded to fp32, never to the gradient's dtype.
+    factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
         # shardmuon rounds norm + 1e-6, the quotient, the product and its cast; torch rounds a cast.
@@ -134,7 +133,7 @@ def test_a_norm_that_is_not_finite_is_refused_or_spreads_as_in_torch(bad: float)
     assert str(ours.grad) == str(theirs.grad)
     assert not math.isfinite(float(clip_grad_norm_(ours, 1.0)))
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert_rounded(ours.grad, theirs.grad, roundings=0)  # NaNs and zeros must be at the same positions.
+    assert_rounded(ours.grad, theirs.grad, roundings=0)
 
 
 @pytest.mark.parametrize("options", [{"norm_type": 0}, {"norm_type": -1}, {"norm_type": math.nan}, {"max_norm": -1.0}])
@@ -182,7 +181,6 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
 
 
 def _sharded(full: Tensor, mesh: Any, *placements: Any, grad: Tensor | None = None) -> nn.Parameter:
-    """A sharded parameter with the values `full` and the gradient `grad`, or `full` by default."""
     cut = distribute_tensor(full, mesh, list(placements), src_data_rank=None)
     return _param(cut, cut if grad is None else grad)
 

@@ -33,7 +33,6 @@ PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in 
 
 
 def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Listed]:
-    """List parameters as an optimizer does, each in its own parameter group."""
     groups = [{"params": [p], "param_names": [name], **PARAMS[name].options, **options} for name, p in params.items()]
     optimizer = Muon([{**g, "params": [(g["param_names"][0], g["params"][0])]} for g in groups], lr=0.1)
     return [

@@ -58,7 +58,6 @@ def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], fou
 
 
 def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
-    """With two rows on three ranks, the last shard is empty and may have any shape."""
     first, second = (stored_by((2, 3), (3,), (Shard(0),), [(1, 3), (1, 3), (0, n)]) for n in (0, 3))
     assert first == second
 

@@ -139,7 +139,7 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     stored = optimizer.state[w]["momentum_buffer"]
     found = decode(stored, optimizer.state[w]["momentum_scale"]) if dtype == "int8" else stored.float()
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
-    for columns in (slice(0, 64), slice(192, 256)):  # The slices are the smallest and the largest entries of a block.
+    for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
         # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias
         # and an error of at most one spacing (2 u times the largest value; in int8, relative to the block's largest
@@ -148,7 +148,6 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
         summed = 2 * 200 * roundoff(FP32)  # Each step rounds one lerp in fp32.
-        # The statistical error is bounded by four standard deviations.
         assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed
 
 

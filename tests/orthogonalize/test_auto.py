@@ -153,7 +153,8 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
         ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the precision flags of the process.
-        ("standard", r"^(?!.*machines differ)"),  # The method "standard" sets the precision flags itself.
+        # Unlike "torch", the method "standard" sets the precision flags itself.
+        ("standard", r"^(?!.*machines differ)"),
     ],
 )
 def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str, world2: RankPool) -> None:
@@ -255,7 +256,7 @@ def test_half_precision_products_travel_in_bf16_and_one_process_rounds_alike(
     options: dict[str, Any] = {"method": method, "ns_dtype": dtype}
     found = world2.run(_travelled, options)
     assert [bitwise for bitwise, _ in found] == [True, True]
-    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize  # Each of the two ranks sends half of the matrix.
+    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize
     p = nn.Parameter(torch.zeros(12, 48))
     p.grad = normal(12, 48, seed=3)
     Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **options).step()

@@ -48,7 +48,6 @@ def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
 @pytest.mark.parametrize(("name", "steps"), CASES, ids=str)
 @_where(SPECTRA)
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
-    """In fp64 each schedule has its known approximation error, up to the rounding of the steps and of the reference."""
     coefficients, (x, polar, off) = schedule(name, steps).triples, _with_polar(at)
     found = orthogonalize(x[None], coefficients, dtype=FP64)[0]
     rounding = orthogonalization_bound(coefficients, FP64, x) + off

@@ -16,7 +16,6 @@ from shardmuon.orthogonalize import orthogonalize
 
 # The coefficients (15, -10, 3) / 8 are a Taylor series, which converges to 1.
 CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8
-# The schedule has different coefficients in each step.
 MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
 OTHER = (3.0, -3.2, 1.2)
 SHAPES = [(4, 4), (3, 8), (8, 3), (1, 6), (6, 1), (1, 1), (17, 33), (33, 17), (64, 128), (96, 200), (250, 96)]

@@ -54,11 +54,10 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
 
 
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
-    """A relay is sent while the next bucket is computed, and its data is applied at the end."""
     works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = clock.run([works], 0.0, [0.0], 1.0)
     relays = [e.start for e in course.events if e.phase == "relay"]
-    assert relays == [20.0, 30.0, 38.0]  # The last relay waits for the previous one.
+    assert relays == [20.0, 30.0, 38.0]
     assert (course.end, course.waited) == (38.0 + 8.0 + 1.0, 14.0)
 
 

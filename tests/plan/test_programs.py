@@ -62,7 +62,6 @@ def _loads(loads: Sequence[Load]) -> list[tuple[Ints, BufferPlace]]:
 
 
 def _written(numel: int, blocks: Iterable[tuple[Ints, BufferPlace]], told: Iterable[KeptLoad] = ()) -> torch.Tensor:
-    """How often each element of a buffer is written."""
     out = torch.zeros(numel)
     for sizes, place in blocks:
         out.as_strided(sizes, place.strides, place.start).add_(1)
@@ -127,7 +126,7 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     cuts = [[b for b in plan.buckets if b.ranks == (1,)] for plan in plans]
     assert [len(of_rank) for of_rank in cuts] == [1, 3, 2] and not any(b.exchange for of_rank in cuts for b in of_rank)
     assert (plans[0].digests[0, 1], plans[2].digests[1, 2]) == (plans[1].digests[0, 1], plans[1].digests[1, 2])
-    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)  # The second set gets another layout.
+    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)
     assert other.digests[0, 1] == plans[0].digests[0, 1] and other.digests[1, 2] != plans[1].digests[1, 2]
 
 

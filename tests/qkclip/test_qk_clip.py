@@ -74,7 +74,6 @@ def _with(model: Any, **changes: Any) -> Any:
 
 
 def _hooked(model: nn.Module, **options: Any) -> QKClip:
-    """QK-clip with an optimizer whose steps change nothing."""
     return QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), **options)
 
 
@@ -171,7 +170,7 @@ def test_the_largest_logit_is_that_of_the_whole_matrix(groups: int, mask: str, c
         "bool": drawn,
         "float": drawn[0, 0],
         "padding": (torch.arange(11) < torch.tensor([[4], [11], [7]]))[:, None, None, :],
-        "blind": (torch.arange(4) != 1)[:, None, None],  # The second head attends to nothing.
+        "blind": (torch.arange(4) != 1)[:, None, None],
     }.get(mask, torch.ones(9, 11, dtype=torch.bool))
     given: Any = {"is_causal": True} if mask == "causal" else {"attn_mask": None if mask == "none" else seen}
     if mask == "float":
@@ -202,7 +201,7 @@ def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(n
     model = MEASURED[name]()
     batches = [(1.0 + s) * normal(2, 5, 12, seed=s) for s in range(3)]
     for x in batches:
-        x[0, -1] *= 10.0  # The padding mask must hide the largest logits.
+        x[0, -1] *= 10.0
 
     def run() -> list[Tensor]:
         made = [model(x) for x in batches]
@@ -306,7 +305,6 @@ def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups(name: st
 
 
 def _tied(model: nn.Module, name: str, other: str) -> nn.Module:
-    """Tie the weight of one module to that of another, and return the model."""
     model.get_submodule(name).weight = model.get_submodule(other).weight
     return model
 

@@ -36,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     "within another": {"q0": [(0, 1)], "k0": [(1, 2)], "q1": [(0, 1, 2), (3,)], "k1": [(0, 1, 2)]},
     "alone": {"q0": [], "k0": [], "q1": [], "k1": []},
 }
-CONNECTED: dict[str, dict[str, Sets]] = {  # The ranks that are connected by the sets of a layer's weights.
+CONNECTED: dict[str, dict[str, Sets]] = {
     "rows and columns": {"0": [(0, 1, 2, 3)], "1": [(0, 1, 2, 3)]},
     "chain": {"0": [(0, 1, 2, 3)], "1": [(0, 1), (2, 3)]},
     "within another": {"0": [(0, 1, 2), (3,)], "1": [(0, 1, 2), (3,)]},
@@ -116,7 +116,7 @@ def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(n
 # ----------------------------------------------------------------------------------------------------- differences
 
 
-DIFFERENT: dict[str, dict[str, Any]] = {  # The arguments that rank 2 passes instead of the common ones.
+DIFFERENT: dict[str, dict[str, Any]] = {
     "tau": {"tau": 7},
     "alpha": {"alpha": 0.25},
     "logits": {"logits": lambda: {"0": torch.ones(3)}},

@@ -153,7 +153,6 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
 def test_zero_steps_and_clips_as_one_process_does(
     row: str, dtype: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
-    """In the bf16 rows, the model's weights must equal the clipped fp32 masters, rounded."""
     assert deepspeed_pools[2].run(_framework_matches, ZeroRun, row, dtype) == [[]] * 2
 
 
@@ -190,7 +189,6 @@ def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
     rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, q q k v, head size, columns)
-    # The numbers are the largest logits over all ranks, one per group of two heads.
     gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]
     for _ in range(2):
         rows[:, :3].mul_(gain.pow(0.5).view(-1, 1, 1, 1))
@@ -261,7 +259,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
     (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
-    assert all(theirs[1] == together for theirs in others)  # Every rank must report the same bits.
+    assert all(theirs[1] == together for theirs in others)
     for here, wanted in zip(together, alone, strict=True):
         # Each side sums 32 terms in q and in k and 8 in their product, after norms and rotations.
         a, b = (torch.tensor(x) for x in (here, wanted))

@@ -64,7 +64,6 @@ def _backward(job: Job, scale: float = 30.0) -> None:
 
 NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
     "evaluation": (torch.no_grad()(lambda job: job.loss(50, 30.0)),),
-    # Only the finite logits of the next steps may count.
     "a batch that is not finite": (partial(_backward, scale=math.nan),),
     "state loaded": (_backward, lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict())),
     "a checkpoint loaded": (

@@ -35,7 +35,6 @@ def typed(name: str, package: str = "transformers.models.any", **attributes: Any
 
 
 def subclassed(module: nn.Module) -> nn.Module:
-    """The same module, with its class replaced by a subclass."""
     module.__class__ = type("Mine", (type(module),), {})
     return module
 

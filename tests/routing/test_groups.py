@@ -390,7 +390,6 @@ _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
 # not checked).
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(3, 8, 3), "weight", ((8, 27),), "convolution, 1 group"),
-    # The convolution has a single input channel, but is not depthwise, as groups is 1.
     (nn.Conv2d(1, 8, 3), "weight", ((8, 9),), ""),
     (nn.Conv1d(4, 8, 3), "weight", ((8, 12),), ""),
     (nn.Conv3d(2, 8, 2), "weight", ((8, 16),), ""),
@@ -398,7 +397,7 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(8, 12, 3, groups=4), "weight", ((3, 18),) * 4, "convolution, 4 groups"),
     (nn.ConvTranspose2d(6, 8, 2), "weight", ((6, 32),), ""),
     (nn.ConvTranspose2d(6, 8, 2, groups=2), "weight", ((3, 16),) * 2, ""),
-    (nn.ConvTranspose2d(8, 4, 2, groups=4), "weight", ((2, 4),) * 4, ""),  # Each group has two inputs and one output.
+    (nn.ConvTranspose2d(8, 4, 2, groups=4), "weight", ((2, 4),) * 4, ""),
     (nn.Conv2d(8, 8, 3, groups=8), "weight", (), "depthwise convolution"),
     (nn.Conv1d(8, 16, 4, groups=8), "weight", (), "depthwise convolution"),
     (nn.ConvTranspose2d(8, 8, 2, groups=8), "weight", (), "depthwise convolution"),
@@ -763,7 +762,7 @@ def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module
         groups, again = param_groups(model, lr=1e-3), param_groups(model, lr=1e-3)
     listed = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
     assert len(listed) == len(trainable) and all(trainable[name] is p for name, p in listed)
-    for group in groups:  # The parameters of a group keep the model's order.
+    for group in groups:
         assert group["params"] and group["param_names"] == [n for n in trainable if n in group["param_names"]]
     assert [g["use_muon"] for g in groups] == sorted((g["use_muon"] for g in groups), reverse=True)
     assert [row.name for row in groups.rows] == [name for name, _ in model.named_parameters()]

@@ -171,7 +171,7 @@ def test_norms_and_entries_that_are_no_map_do_not_decay_and_routers_do() -> None
         ("w12", 24, 8, 'if gate, then up: "*.w12.weight": {"split_sizes": (12, 12)}'),
         ("Wi", 24, 8, 'if gate, then up: "*.Wi.weight": {"split_sizes": (12, 12)}'),
         ("kv_b_proj", 24, 8, '"*.kv_b_proj.weight": {"split_sizes": (..)}'),
-        ("wi", 24, 8, ""),  # T5's wi is a single matrix, not a fused one.
+        ("wi", 24, 8, ""),
         ("to_q", 8, 8, ""),
     ],
 )

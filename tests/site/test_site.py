@@ -91,7 +91,6 @@ def test_a_page_loads_all_that_it_names_and_nothing_from_elsewhere(page: Page, a
 )
 def test_search_finds_the_page(page: Page, address: str, words: str, title: str) -> None:
     page.goto(address)
-    # The search reacts to key presses, not to a changed input.
     page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
     page_of_it = results.filter(has=page.locator("h1", has_text=title))  # The results appear one by one.

@@ -113,11 +113,11 @@ def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tm
         matrices = sum(map(len, rank.owners.values()))
         owned = [owner for name in case.muon for owner in rank.owners[name]]
         assert len(owned) == matrices - sum(len(rank.owners.get(name, ())) for name in case.either)
-        assert set(owned) == set(range(case.world))  # Every rank must own some matrices.
+        assert set(owned) == set(range(case.world))
         # With several calls per step, the example's own Audit raises on a finding.
         assert rank.compared == (matrices if case.calls == 1 else 0)
         assert [text for text in rank.heard if any(words in text for words in MISFIRES)] == []
-        assert sum(rank.mine for rank in whole) == matrices  # Each matrix is orthogonalized once in the job.
+        assert sum(rank.mine for rank in whole) == matrices
     middle = str(tmp_path / "run" / case.middle)
     resumed = run(case.example, case.world, prepare=case.prepare, **given, resume=middle)
     for rank, steps in (*((rank, 6) for rank in whole), *((rank, 3) for rank in resumed)):

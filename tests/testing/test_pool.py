@@ -100,7 +100,6 @@ def wait_until(claim: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def test_a_call_runs_on_all_ranks_of_one_group_with_copies_of_its_arguments(pool: RankPool) -> None:
-    """Consecutive calls have the same ranks and start from the same seed."""
     assert pool.run(echo, 1, key="x") == [(rank, (1,), {"key": "x"}) for rank in range(3)]
     assert [t.item() for t in pool.run(sum_of_ranks)] == [3.0, 3.0, 3.0]
     assert pool.run(os.getpid) == pool.run(os.getpid)

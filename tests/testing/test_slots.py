@@ -34,7 +34,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     ids=["bf16", "others"],
 )
 def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dtype, ...], least: int) -> None:
-    """Compare thousands of products of difficult shapes in this process, with this CPU's instructions."""
     found = list(search(CPU, dtypes=dtypes, draws=3))
     assert sum(len(equal) for _, equal in found) > least
     assert [what for what, equal in found if not all(equal)] == []
@@ -76,7 +75,6 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("instructions", "threads"),
-    # Threads with a passive wait policy occupy no core while they wait.
     [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],
     ids=["narrow", "avx2", "two threads"],
 )
@@ -93,7 +91,6 @@ def test_packed_slots_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-# The shapes give odd slot sizes, tall matrices and batches of one.
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
     """Matrices of norm 1 in aligned slots are used without a copy and are not modified. Packed matrices are copied into
@@ -167,7 +164,7 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
         assert torch.equal(orthogonalize(x[:count], KELLER, method=method, dtype=dtype), together[:count])
     shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     assert torch.equal(orthogonalize(shifted, KELLER, method=method, dtype=dtype), together)
-    turned = x.mT.contiguous().mT  # The strides of this copy are column-major.
+    turned = x.mT.contiguous().mT
     assert torch.equal(orthogonalize(turned, KELLER, method=method, dtype=dtype), together)
 
 
@@ -175,7 +172,6 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
     ("dtype", "bound"), [(torch.float32, 4e-7), (torch.bfloat16, 4e-6), (torch.float64, 4e-15)], ids=str
 )
 def test_a_norm_is_summed_in_one_order_and_exact(dtype: torch.dtype, bound: float) -> None:
-    """The cases are small and large matrices, one and two threads, and unaligned memory."""
     threads = torch.get_num_threads()
     for rows, cols in ((1, 5), (17, 33), (128, 128), (129, 1000), (700, 900)):
         x = torch.randn(2, rows, cols).to(dtype)

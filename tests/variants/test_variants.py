@@ -107,7 +107,7 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
     together[3], together[9, 0, 0], together[17, 0, -1] = 0.0, math.nan, math.inf
     kept = {s.key: torch.rand(num, s.num_kept(*shape), generator=generator) * 1e3 for s in stages if s.key}
     for numbers in kept.values():
-        numbers[5] = 0.0  # Zeros are the state of a matrix before its first step.
+        numbers[5] = 0.0
     alone = [(x.clone().unsqueeze(0), {key: n[i].clone() for key, n in kept.items()}) for i, x in enumerate(together)]
     before = together.clone()
     scaled_(stages, together, {key: numbers.unbind(0) for key, numbers in kept.items()})

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} n
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build a new model, and ignore its library's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -131,7 +130,7 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
     # A value that is not exactly zero is rounding in the gradient of the softmax, p (g - sum(p g)) with p = 1.
     assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
-        assert is_silent or (part.abs().amax(1) > 0).all()  # Every row of v gets a gradient.
+        assert is_silent or (part.abs().amax(1) > 0).all()
 
 
 # If the gate's weight is zero, the gated part gets no gradient. With an open gate, every row of it does.

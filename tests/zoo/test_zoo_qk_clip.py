@@ -94,7 +94,7 @@ def _make(name: str, implementation: str) -> nn.Module:
     with torch.no_grad():
         for layer in attention_layers(made):
             for rows in layer.rows:
-                made.get_parameter(rows.weight).mul_(12.0)  # The factor makes logits large enough to be clipped.
+                made.get_parameter(rows.weight).mul_(12.0)
     return made
 
 
