@@ -129,9 +129,9 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# Correct steps that produced the largest rounding errors in random searches. In some, rounding changes a whole
-# direction of the update: at a maximum of the polynomial (bf16, fp16 standard), through noise in a null direction (fp16
-# Gram form), or because the first iteration nearly cancels the largest singular value (1000729). The rest cover
+# The list has correct steps with the largest rounding errors found in random searches. In some, rounding changes a
+# whole direction of the update: at a maximum of the polynomial (bf16, fp16 standard), through noise in a null direction
+# (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (1000729). The rest cover
 # post-processing before the cast to the fp16 wire, matrices of ones (MuonEq rounds all elements alike), and bf16
 # weights that torch's own addition updates (8500193).
 MOVED_MOST = [
@@ -155,7 +155,7 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
-    """benchmarks/audit_sharpness.py runs 1,000 of these random steps."""
+    """benchmarks/audit_sharpness.py runs 1,000 random steps in the same way."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
     assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn

@@ -203,7 +203,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        job.run(range(50, 52))  # These steps make a plan, momentum and step counts, which loading must replace.
+        # The steps on other data make a plan, momentum and step counts, which loading must replace.
+        job.run(range(50, 52))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
     elif form:
@@ -219,8 +220,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
     return job.differences(expected)
 
 
-# Pairs of a layout and a number of ranks. A checkpoint records only its pieces, not the layout it came from, so each
-# source is loaded on one process and on another layout.
+# Each source and target is a pair of a layout and a number of ranks. A checkpoint records only its pieces, not the
+# layout it came from, so each source is loaded on one process and on another layout.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)

@@ -150,8 +150,8 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 class File:
     """A checkpoint file, and the optimizer that loads it."""
 
-    options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
-    tied: bool = False  # Whether both layers share one weight.
+    options: tuple[tuple[str, Any], ...] = ()  # Options of the optimizer that loads the file.
+    tied: bool = False  # True if both layers share one weight.
     frozen: bool = False
     empty_at: int | None = None  # Position of a parameter group without parameters.
     # Not None if torch creates no state before loading, because gradients exist ("") or a step broke off (the reason).

@@ -49,7 +49,8 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # Pipeline stages with two replicas each, whose first replica ties the embeddings of the first and the last stage.
+    # There are two replicas of four pipeline stages, and the first replica ties the embeddings of the first and the
+    # last stage.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
@@ -197,7 +198,6 @@ def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_ev
 
 
 def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | None]:
-    """The error text that all ranks raise, or "", and the class of this rank's own exception."""
     try:
         call()
     except Refused as refused:

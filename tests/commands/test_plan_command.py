@@ -125,7 +125,7 @@ def test_units_are_those_that_people_read() -> None:
     assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
 
 
-# Every option of `Muon` with a value other than its default, and whether that value changes the plan's counts.
+# Each entry has a value that is not the option's default, and whether the value changes the plan's counts.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),

@@ -70,7 +70,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **given)  # The first, undamaged run caches the dense reference.
+    compare_with_dense(layout, **given)  # The undamaged run caches the dense reference for the next run.
     with mock.patch.object(update, name, spoiled):
         return compare_with_dense(layout, **given)
 

@@ -12,7 +12,7 @@ CLAIM = re.compile(r"^- .+ \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 
 def claimed() -> list[tuple[str, str]]:
-    """File and test name of every claim; a line that begins like a claim must have its format."""
+    """File and test name of every claim. A line that begins like a claim must have the format of a claim."""
     lines = [line for line in (TESTS / "CLAIMS.md").read_text().splitlines() if line.startswith("- ")]
     found = [CLAIM.match(line) for line in lines]
     assert [line for line, match in zip(lines, found, strict=True) if match is None] == []

@@ -55,7 +55,6 @@ def _tied() -> nn.Module:
         (_model(shared_experts=_experts()), 64 + 8 * 12),
         (_model(experts=_experts()), 0),
         (_model(block_sparse=nn.ModuleDict({"local_experts": _experts()})), 0),
-        # Here the experts are a single 3-D parameter.
         (_model(moe=nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 3, 4))})), 0),
     ],
 )
@@ -123,7 +122,7 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "mesh", "seconds"),  # The last column is the goal in seconds. One core needed 1.1 and 7.3 seconds.
+    ("model", "mesh", "seconds"),  # The column `seconds` is a goal. One core needed 1.1 and 7.3 seconds.
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:

@@ -138,9 +138,9 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
         return Time(*Rates(hardware).exchange(ranks, inside, across, ranks - 1, across > 0)["wire"])
 
     few = _but("", {"nics_per_node": _exactly(2.0)})
-    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # A link carries 1e11 bytes/s.
-    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # Each rank has its own NIC with 1e10 bytes/s.
-    assert on_wire(few, 16, 0, 10**9).mid == 0.4  # Eight ranks share two NICs.
+    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)
+    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
+    assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
     # The lower end of a time's interval uses the highest rate and the lowest latency.
     unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}

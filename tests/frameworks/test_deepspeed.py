@@ -62,7 +62,7 @@ CASES = [
     (4, Case(0, accumulate=2)),
     (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
     (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
-    # These settings make DeepSpeed use its BF16_Optimizer.
+    # With fp32 gradient accumulation, DeepSpeed uses its BF16_Optimizer.
     (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),
     (2, Case(2, "gram", zero={**ROUND_ROBIN, "contiguous_gradients": False}, accumulate=2)),
     (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
@@ -256,7 +256,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
     own options and step counts."""
     with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
         if variant:
-            job.step(5)  # This step creates variant state that loading must discard.
+            job.step(5)  # An extra step creates variant state that loading must discard.
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
         job.step_dense(7)
         for name, (weight, state) in saved.items():
@@ -440,7 +440,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
         # If rank 1 fails while it updates AdamW's group, rank 0 has already started on Muon's next group and fails
-        # there at once.
+        # there as well.
         (
             1,
             {},
@@ -513,8 +513,7 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # Resetting these attributes has the effect of loading state.
-            if host._num_stepped in (0, len(host._flats)):
+            if host._num_stepped in (0, len(host._flats)):  # Emptying `_flats` has the effect of loading state.
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
 

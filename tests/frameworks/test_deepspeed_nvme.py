@@ -119,7 +119,6 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
         for number in range(later):
             job.train(number)
             if number == 2:
-                # Only the optimizer's part of a checkpoint contains this lr.
                 job.optimizer.param_groups[1]["lr"] = 0.005
                 job.engine.save_checkpoint(folder, tag="here")
         return job.masters()
@@ -188,7 +187,7 @@ def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------ without swap files
 
-QUARTER = MIB // 4  # Gradients with fewer elements are not swapped.
+QUARTER = MIB // 4  # A gradient of fewer elements than QUARTER is not swapped.
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from shardmuon.foresight.models import build
 from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool
 
-ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # These sizes need padding of the flat buffer on any number of ranks.
+ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # The sizes of ODD need padding of the flat buffer on any number of ranks.
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
 OPTIONS: dict[str, Any] = {**STANDARD, "bucket_bytes": 20_000}
@@ -29,7 +29,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of these tensors, where shared storages count once."""
+    """Total bytes of the tensors' storages, where a shared storage counts once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 

@@ -127,7 +127,7 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
     for group in saved["optimizer"]["param_groups"] if lost else ():
-        # Some ranks store no element of the first matrix, whose state is dropped here.
+        # Some ranks store no element of the first matrix, and its state is removed from the checkpoint.
         group.get("kept_state", {}).pop("0", None)
     model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):

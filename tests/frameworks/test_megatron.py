@@ -98,7 +98,7 @@ def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
 STRIDES = {"self_attention.linear_proj": 1, "self_attention.linear_qkv": 1, "mlp.linear_fc1": 2, "mlp.linear_fc2": 1}
 STRADDLES = {"straddles", "cuts rows", "leaves out"}
 DENSE = [3 * 6]  # Each of q, k, v, proj, fc1 and fc2 is orthogonalized once per step in the job, not once per replica.
-BOTH = [3 * 4, 3 * 2 * 6]  # The first optimizer has four attention matrices, the second fc1 and fc2 of six experts.
+BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices, and each of the six experts has fc1 and fc2.
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each row has the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the DDP

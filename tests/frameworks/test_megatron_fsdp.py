@@ -125,7 +125,7 @@ def _wrapped(form: str, model: nn.Module) -> Any:
         fsdp_unit_modules=[Unit],
         zero_dp_strategy=strategy,
         device=torch.device("cpu"),
-        # This option sums gradients, as averaging needs a reduction that gloo does not have.
+        # calculate_per_token_loss sums gradients; averaging them would need a reduction that gloo does not have.
         calculate_per_token_loss=True,
         **options,
     )
@@ -297,7 +297,7 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each row has a fault, the ranks (among those with a nonempty shard) on which it is planted, and the expected error.
+# Each row has a fault, the ranks (among those with a nonempty shard) that have the fault, and the expected error.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),

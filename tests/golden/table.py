@@ -136,7 +136,7 @@ MISSING: dict[str, Mapping[int, slice]] = {
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
 FSDP1 = "fsdp1"  # FSDP1 gets its gradients from its own backward pass, so no gradient is missing.
-ALONE = ("ddp", "fsdp2")  # These layouts differ from "single" even on one rank.
+ALONE = ("ddp", "fsdp2")  # The layouts in ALONE differ from "single" even on one rank.
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, by world size.
 
 

@@ -120,7 +120,7 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
-        # shardmuon rounds norm + 1e-6, the quotient, the product and its cast; torch rounds a cast.
+        # shardmuon rounds norm + 1e-6, the quotient, the product and its cast. torch rounds a cast.
         assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
@@ -169,7 +169,7 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # Both values are scaled and squared, then summed; the square root is scaled back.
+    # The sum is rounded when both values are scaled and squared, added, and scaled back after the square root.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
@@ -223,7 +223,7 @@ class Data:
         self.rows, self.columns, self.own = ([normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = normal(7, 2, seed=20), normal(2, 6, seed=21), normal(6, 3, seed=22)
         self.large = normal(16, 8, seed=23)
-        # Sums of these integers are exact in any order.
+        # All elements are integers, so that sums are exact in any order.
         self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
@@ -480,5 +480,5 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # A call of this operator waits for the device.
+        # `_local_scalar_dense` waits for the device.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

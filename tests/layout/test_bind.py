@@ -93,7 +93,7 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-# In these layouts one mesh axis shards the experts, and no axis shards anything else.
+# In OF_STORED, one mesh axis shards the experts, and no axis shards anything else.
 OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")
 ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 

@@ -89,7 +89,7 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
     assert bool((gap > 0).all())  # Each value must have been rounded both up and down.
-    # The two results of a value must be adjacent bf16 numbers.
+    # The lower and the upper result of a value must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
     sigma = gap * (p * (1 - p) / num).sqrt()
@@ -172,7 +172,7 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
 
 
 INT8, ROUNDED = ({"momentum_dtype": dtype, "stochastic_rounding": True} for dtype in ("int8", BF16))
-# These layouts split blocks, so 8-bit momentum is refused.
+# The Megatron-core layouts split blocks, so 8-bit momentum is refused.
 CUT_ANYWHERE = [name for name in LAYOUTS if name.startswith("mcore")]
 STORED = [
     *((name, "blocked", INT8) for name in LAYOUTS if name not in CUT_ANYWHERE),
@@ -268,8 +268,8 @@ def _unnamed() -> str:
 
 
 def _other_count() -> str:
-    """Rank 1 has lost its state. It would round its replica with the random bits of step 1, the other ranks with those
-    of step 3."""
+    """Rank 1 has lost its state, so it would round its replica with the random bits of step 1, and the other ranks with
+    those of step 3."""
     whole = {"w": torch.ones(6, 8, dtype=BF16)}
     w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
     w = nn.Parameter(w)

@@ -61,7 +61,7 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "share", "with_n", "small"),
-    [  # The last two columns are multiples of m^2 n and m^3 for m = 128. No restart is needed in fp64.
+    [  # `with_n` counts multiples of m^2 n and `small` those of m^3, for m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 1.0, 20, 10),
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),

@@ -77,7 +77,8 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Each side rounds a product and a sum per term at most, two scalings, and the sum of the two matrices."""
+    """Compare the result with the expected matrix. Both computations round a product and a sum per term at most, two
+    scalings, and the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
@@ -127,9 +128,9 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
         # The Gram form may lose 3 bits against the standard form; without restarts it would lose more than 4.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
-        # Both have large errors on low ranks, where the null space is amplified rounding noise, and bf16 has 3 bits
-        # less than fp16. "auto" may replace the standard form in bf16 by the Gram form in fp16, so the Gram form must
-        # not have the larger error.
+        # The Gram form in fp16 and the standard form in bf16 both have large errors on low ranks, where the null space
+        # is amplified rounding noise. "auto" may choose the Gram form in fp16 instead of the standard form in bf16, so
+        # the Gram form must not have the larger error.
         (torch.float16, torch.bfloat16, 1),
     ],
 )

@@ -27,7 +27,7 @@ METHODS = ("standard", "gram", "torch")
     ("shape", "dtype", "size", "coefficients"),
     [
         *((shape, dtype, 0.01, KELLER) for shape in SHAPES for dtype in (FP32, BF16, FP64)),
-        # These cases have norms that torch clamps, and other numbers of steps.
+        # Some norms are so small that torch clamps them.
         *(((9, 20), FP32, size, (OTHER,) * steps) for size in (1.0, 1e-8, 1e-12) for steps in (1, 3, 9)),
     ],
     ids=str,
@@ -110,7 +110,8 @@ def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("power", [-110, -40, 40, 110])
 def test_powers_of_two_change_no_bit(power: int, dtype: torch.dtype, method: str) -> None:
-    """2 ** 110 is 1.3e33; products of such values overflow in fp32, and those of 2 ** -110 underflow."""
+    """2 ** 110 is 1.3e33. Products of such large values overflow in fp32, and products of values near 2 ** -110
+    underflow."""
     x = _batch((6, 11), dtype, count=2)
     assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
 

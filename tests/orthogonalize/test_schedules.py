@@ -42,8 +42,8 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
     assert (len(found.triples), band, round(found.slope)) == (steps, case.band, case.slope)
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
-        # The grids of both sides contain the end points of the interval. Between points at a distance h, each misses an
-        # extremum by at most |f''| h^2 / 8, where f'' is a central difference of the outputs.
+        # The band is computed on two grids that contain the end points of the interval. Between points at a distance h,
+        # a grid misses an extremum by at most |f''| h^2 / 8, where f'' is a central difference of the outputs.
         missed = float(out.diff(n=2).abs().max()) / 8
         rounding = 8 * len(found.triples) * found.slope * roundoff(torch.float64)
         ends = zip(found.band(start), (float(out.min()), float(out.max())), strict=True)
@@ -68,7 +68,7 @@ def test_names_of_other_libraries_are_known() -> None:
 def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     raw = (8.28721201814563, -23.595886519098837, 17.300387312530933)
     first = schedule("polar_express", 4).triples[0]
-    # Both sides round the power and the quotient.
+    # The found and the expected coefficients each round a power and a quotient.
     assert_rounded(first, (raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5), roundings=2 * (5 + 1))
     assert schedule("polar_express", 10).triples[7:] == ((1.875, -1.25, 0.375),) * 3
     assert_rounded(schedule("polar_express", 5, safety=1.05).triples[0][0], raw[0] / 1.05, roundings=2)

@@ -56,7 +56,8 @@ def _node_of(rank: int) -> int:
 
 
 def _side(program: Program, splits: Sequence[int]) -> _Sent:
-    """Bytes to or from other ranks of the node and of other nodes, and the number of these ranks."""
+    """Bytes that a rank exchanges with its own node and with other nodes, and the number of ranks that it exchanges
+    them with."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)

@@ -227,7 +227,8 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """The last case has five senders, each with rows of two matrices of 6 columns and of one matrix of 4 columns."""
+    """The last of the compared lists of copies has five senders, each with rows of two matrices of 6 columns and of one
+    matrix of 4 columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

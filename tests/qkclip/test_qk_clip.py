@@ -54,7 +54,8 @@ class Eager(Llama):
         return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
 
 
-def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, over the logits that the causal mask keeps
+# Largest logits over the positions that the causal mask keeps, (H,), fp64.
+def largest(attention: Any, x: Tensor) -> Tensor:
     q, k, _ = (t.detach().double() for t in attention.heads(x))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -64,7 +65,7 @@ def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, over the logits
 
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
-        # Both sides sum 12 terms in q and in k, and 4 in their product.
+        # The measured and the expected logits each sum 12 terms in q and in k, and 4 in their product.
         assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 
@@ -88,8 +89,8 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# A layer, the gains of its key heads, alpha, and for each weight the factor of each row (of each column where `dim` is
-# 1).
+# Each case has a layer, the gains of its key heads, alpha, and for each weight the factor of each row (of each column
+# where `dim` is 1).
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),

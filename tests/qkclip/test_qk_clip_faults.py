@@ -58,7 +58,11 @@ def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
 
 class Job(jobs.Job):
     """Weights of 4 heads of 3 rows after a step (so that momentum exists), with one weight for queries and one for keys
-    in each layer. `kind` is a family, or "plain" or "fsdp2" for a single layer on all ranks."""
+    in each layer.
+
+    Args:
+        kind: A family, or "plain" or "fsdp2" for a single layer on all ranks.
+    """
 
     def __init__(self, kind: str) -> None:
         everyone, sharded = tuple(range(dist.get_world_size())), kind == "fsdp2"
@@ -150,7 +154,7 @@ def _differing(what: str) -> list[str]:
             said.append(str(error))
             assert unlike(before, job.held()) == []
     if said:
-        job.scaler = None  # The next call makes a new scaler with the common arguments.
+        job.scaler = None
     else:
         twin.clip(1)
         twin.clip(1)

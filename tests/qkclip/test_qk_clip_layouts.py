@@ -82,7 +82,7 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The weights of one process after steps with these gradients, clipped by the maxima of all ranks' batches."""
+    """Weights of one process after steps with the given gradients, clipped by the maxima of all ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
     _hooked(params, optimizer, range(dist.get_world_size()), process_group=(dist.get_rank(),))
@@ -99,7 +99,7 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    for _ in range(2):  # The first call locates the weights, and the second uses the cached table.
+    for _ in range(2):  # The first step locates the weights, and the second step uses the cached table.
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
     return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
@@ -237,7 +237,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            model.require_backward_grad_sync = is_last  # DDP's `no_sync` sets this attribute.
+            model.require_backward_grad_sync = is_last  # DDP's `no_sync` sets require_backward_grad_sync.
             train.loss_of(model, rows).backward()
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
@@ -261,7 +261,8 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
     (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
     assert all(theirs[1] == together for theirs in others)
     for here, wanted in zip(together, alone, strict=True):
-        # Each side sums 32 terms in q and in k and 8 in their product, after norms and rotations.
+        # The maxima on one process and on a mesh each sum 32 terms in q and in k and 8 in their product, after norms
+        # and rotations.
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
 

@@ -421,7 +421,7 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (_NORMED, "parametrizations.weight.original0", (), "1 vector (8x1x1x1)"),
     (_NORMED, "parametrizations.weight.original1", ((8, 27),), "convolution, 1 group"),
     (nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), "parametrizations.weight.original", ((4, 4),), "linear"),
-    # The two columns are inputs of nn.Linear, not pairs of numbers.
+    # A Linear of two inputs is a matrix, not a table of pairs of numbers.
     (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),
     (nn.Linear(8, 1), "weight", (), "1 vector (1x8)"),
     (nn.Bilinear(4, 6, 5), "weight", ((4, 6),) * 5, "a matrix for each output"),

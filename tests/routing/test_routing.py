@@ -322,7 +322,7 @@ def timms() -> nn.Module:
 
 
 def named_words() -> nn.Module:
-    """A text model whose projection has as many rows as there are positions, as in CLIP."""
+    """A text model, like CLIP's, whose projection has as many rows as there are positions."""
     return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
 
 

@@ -116,7 +116,7 @@ def force_fsdp2() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            # AcceleratorState sets this key itself on a GPU.
+            # On a GPU, AcceleratorState itself sets the distributed type.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 

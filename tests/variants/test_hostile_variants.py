@@ -39,7 +39,7 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
     optimizer.param_groups[1]["use_muon"] = False
     _steps(optimizer, range(2, 4))
     assert set(optimizer.state[params["b"]]) == {"step", "exp_avg", "exp_avg_sq"}
-    # Loading the optimizer's own state must be accepted.
+    # Loading a state dict of the same optimizer must be accepted.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[1]["use_muon"] = True
     # "b" must start with fresh state, as its old state belongs to the weights of two steps ago.
@@ -60,8 +60,8 @@ def _clipped(kind: type[Llama]) -> tuple[Llama, Muon, QKClip]:
 @pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("kind", [Llama, Eager])
 def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tuple[int, ...]) -> None:
-    """The last batch of a rank or of an expert may be empty. An error on this rank alone would leave the other ranks
-    waiting."""
+    """The last batch of a rank or of an expert may be empty. If one rank raised an error for it, the other ranks would
+    wait for that rank."""
     model, optimizer, clip = _clipped(kind)
     model(torch.zeros(shape)).sum().backward()
     optimizer.step()

@@ -47,7 +47,7 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     # The roundings are those of sums of squares over each line and over the lines, three roundings of the state in each
-    # of four steps, and a few more. The factor 2 is for restoring the norm, which sums again.
+    # of four steps, and a few more. The factor 2 covers a second sum that restores the norm.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)

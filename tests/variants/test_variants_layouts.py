@@ -41,7 +41,7 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
     """With 4 columns on 3 ranks, FSDP2 stores a shard of shape (0, 7, 0) of the 5 experts on the last rank."""
-    params = ["one_row", "odd_experts"]  # Parameters at odd positions in this list are sharded by columns.
+    params = ["one_row", "odd_experts"]  # Tensor parallelism shards every second parameter by columns.
     assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
 
 
