@@ -59,8 +59,7 @@ def _next_step(optimizer: Muon) -> AuditReport:
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """Run two steps on a layout, compare them bitwise with one process, and return the audit report of the second step.
-    """
+    """Check that a step on the layout is bitwise equal to one process, and return the audit report of a second step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         # The optimizer warns about zeros on ranks whose shard has no element of a matrix.

@@ -206,8 +206,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
-    """Return the component, and the results of votes, discoveries and gathers in which only the culprit rank has a
-    fault."""
+    """Return the component, the verdict of a vote, and the error texts of discover and gather, where only the culprit
+    rank has a fault."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)

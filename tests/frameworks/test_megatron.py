@@ -277,7 +277,8 @@ def _refusals() -> None:
             with pytest.raises(ValueError, match=words):
                 get_megatron_optimizer(config, [chunk], **options)
         for p in model.parameters():
-            p.tensor_model_parallel = False  # Megatron sets this attribute to False if the tensor-parallel size is 1.
+            # Megatron sets tensor_model_parallel to False if the tensor-parallel size is 1.
+            p.tensor_model_parallel = False
         bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
         with pytest.raises(ValueError, match=r"shardmuon\.frameworks\.megatron, or set p\.grad = p\.main_grad"):
             bare.step()  # Megatron's gradients are in p.main_grad, not p.grad.

@@ -412,8 +412,7 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # The two ranks that share a shard never both change.
-        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
+        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):  # The ranks that share a tensor never all change.
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
             param.grad, order = bad.get(change, param.grad), -1.0 if change == "norm_type" else 2.0

@@ -66,7 +66,7 @@ def test_flops_are_those_that_torch_counts(
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),
         ("gram", KELLER, FP64, 512, 0.5, 3, 17),
-        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32 there is one restart, from X.
+        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32 the Gram form has one restart, which begins from X.
         ("gram", POLAR, FP32, 512, 0.5, 6, 14),
         # With fp16 and n/m above 7/3 the restart is local: 3 m^2 n + 14 m^3, split products 6 m^3, and 2 m^3 to merge
         # the Q factors.

@@ -49,7 +49,7 @@ def _own(sets: Sets) -> tuple[int, ...]:
 
 
 def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
-    """The maxima of one rank's batches; on ranks 1 and 2 one head is NaN."""
+    """The largest logits in one rank's batches. On ranks 1 and 2 one head is NaN."""
     found = {name: normal(4, seed=1000 * seed + 10 * rank + int(name)).abs() for name in layers}
     for maxima in found.values() if rank in (1, 2) else ():
         maxima[rank] = math.nan
@@ -133,7 +133,7 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Errors of a call in which rank 2 passes something else, has lost its cached table, or has replaced a weight; the
+    """Errors of a call in which rank 2 passes other arguments, has lost its cached table, or has replaced a weight. The
     following call must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))

@@ -58,8 +58,8 @@ def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
-    """The maxima of one rank's batches. About half of the heads exceed 100, and no single rank has the largest value of
-    all heads."""
+    """The largest logits in one rank's batches. About half of the heads exceed 100, and no single rank has the largest
+    logit of every head."""
     return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
@@ -217,8 +217,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
-    """Each layer's maxima, measured on one process with all batches, and on a mesh where each rank has two of the
-    batches. Only the second backward pass synchronizes gradients."""
+    """Each layer's largest logits, measured on one process with all batches, and on a mesh where each rank has two of
+    the batches. Only the second backward pass synchronizes gradients."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):

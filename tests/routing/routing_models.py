@@ -30,7 +30,7 @@ def _kind(name: str, package: str) -> type[nn.Module]:
 
 
 def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> Any:
-    """A module whose class has this name and package."""
+    """A module of a class with the given name, in the given package."""
     return but(_kind(name, package)(), **attributes)
 
 
