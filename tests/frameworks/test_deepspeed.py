@@ -275,7 +275,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # On loading, DeepSpeed matches the checkpoint's parameter groups by their order, and stage 3 gives the first group's
-# options to all groups. With this order the first group is AdamW's.
+# options to all groups. The first group in TURNED is AdamW's.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 

@@ -173,7 +173,7 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # One side rounds the root of an exact sum, the other rounds sqrt(2).
+    # The norm is a rounded root of an exact sum, and sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 

@@ -33,7 +33,7 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     return param
 
 
-# A function of this type returns this rank's shard of a full tensor, with its tensor-parallel attributes.
+# The type of functions that return this rank's shard of a full tensor, with its tensor-parallel attributes.
 Shard = Callable[[Tensor], nn.Parameter]
 
 

@@ -55,7 +55,7 @@ def test_flops_are_those_that_torch_counts(
     if method == "gram" and dtype == FP16:  # In emulated fp16, a restart computes full products instead of split ones.
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # Row blocks may have unequal sizes, so the estimate is not exact.
+        # Row blocks may have unequal sizes, so the FLOPs estimate is not exact.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 

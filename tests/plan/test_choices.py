@@ -101,8 +101,8 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner accepts a loss of 3 % and three inter-node latencies for sharing the work, because shared results
-    keep the replicas equal."""
+    """For sharing the work, the planner accepts a time that is longer by 3 % and three inter-node latencies, because
+    shared results keep the replicas equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)

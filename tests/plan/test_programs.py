@@ -174,7 +174,8 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
 
 
 def _num_filled(line: Sequence[Item], most: int) -> int:
-    """The number of shares if the line's items are put into shares of at most `most` elements, one after the other."""
+    """The number of shares if the line's items are put into shares of at most `most` elements, each filled before the
+    next."""
     num, left = 0, 0
     for item in line:
         num, left = (num + 1, most) if not num or item.numel > left else (num, left)
