@@ -137,7 +137,7 @@ _LIVES = textwrap.dedent(
 @pytest.mark.ranks
 @pytest.mark.apart
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
-    """gloo threads that outlive their process group abort the process at exit with `terminate called` and exit code -6.
-    """
+    """gloo threads that outlive their process group abort the process at exit with `terminate called` and exit
+    code -6."""
     for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
         assert (code, out.strip()) == (0, "done") and "terminate called" not in err, err

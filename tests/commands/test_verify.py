@@ -59,8 +59,8 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """Run `compare_with_dense` for one step in which, on one rank, the result of the function `name` is damaged once.
-    """
+    """Run `compare_with_dense` for one step in which, on one rank, the result of the function `name` is damaged
+    once."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 

@@ -251,8 +251,8 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, _Known]) -> Hardware:
-    """The machine of `_machine` with some numbers replaced, and without those whose name includes the word `without`.
-    """
+    """The machine of `_machine` with some numbers replaced, and without those whose name includes the word
+    `without`."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})

@@ -120,8 +120,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """Each matrix is orthogonalized once in the job, but once per rank at stage 0, where ranks do not share the work.
-    """
+    """Each matrix is orthogonalized once in the job, but once per rank at stage 0, where ranks do not share the
+    work."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -301,8 +301,8 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect the findings of audits instead of raising them, so that a step continues with its other parameter groups.
-    """
+    """Collect the findings of audits instead of raising them, so that a step continues with its other parameter
+    groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
         yield found

@@ -64,8 +64,8 @@ def nvme(
     groups: Groups = GROUPS,
     **options: Any,
 ) -> Case:
-    """A job with swap files in a folder; `offload` extends `offload_optimizer` and `zero` extends `zero_optimization`.
-    """
+    """A job with swap files in a folder; `offload` extends `offload_optimizer` and `zero` extends
+    `zero_optimization`."""
     device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
     settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
     return Case(3, zero=settings, shapes=shapes, groups=groups, **options)

@@ -95,8 +95,8 @@ PARTS = {
 
 @contextmanager
 def _autotp() -> Iterator[None]:
-    """Reset DeepSpeed's AutoTP mode and process groups afterwards, as later engines in these processes would use them.
-    """
+    """Reset DeepSpeed's AutoTP mode and process groups afterwards, as later engines in these processes would
+    use them."""
     with quiet():
         try:
             yield

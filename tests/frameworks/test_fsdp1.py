@@ -180,8 +180,8 @@ def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOpti
 
 
 def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
-    """Train two steps, load the state into a second optimizer by the given form, and train that one for two more steps.
-    """
+    """Train two steps, load the state into a second optimizer by the given form, and train that one for two
+    more steps."""
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
     first, optimizer = job("FULL_SHARD", options, **placed)
     train(first, optimizer, range(2))

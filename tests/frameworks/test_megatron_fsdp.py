@@ -45,8 +45,8 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A module whose parameters Megatron-FSDP gathers for its forward pass, with a loss that has the given gradients.
-    """
+    """A module whose parameters Megatron-FSDP gathers for its forward pass, with a loss that has the given
+    gradients."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)

@@ -107,9 +107,7 @@ def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtype: torch.dtype) -> None:
     grads = [normal(*shape, seed=len(shape)).to(dtype) for shape in ((7, 5), (3,))]
-    ours, theirs = (
-        [_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads])
-    )
+    ours, theirs = ([_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads]))
     before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
     below = clip_grad_norm_(ours, 1.01 * float(exact), order)

@@ -1,5 +1,5 @@
-"""Tests of views, pieces and tiles with random partitions of random tensors, read as matrices in every supported way.
-"""
+"""Tests of views, pieces and tiles with random partitions of random tensors, read as matrices in every
+supported way."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 
 
 def _unnamed() -> str:
-    """If one rank listed a replicated parameter at another position, its copy would be rounded with other random bits.
-    """
+    """If one rank listed a replicated parameter at another position, its copy would be rounded with other
+    random bits."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "process_group": (), "tp_group": ()}, {"params": [nn.Parameter(shared)]}]

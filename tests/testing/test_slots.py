@@ -79,7 +79,7 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """"avx2" restricts an AVX-512 CPU to AVX2 instructions, "narrow" to instructions without AVX."""
+    """The case "avx2" restricts an AVX-512 CPU to AVX2 instructions, and "narrow" to instructions without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 

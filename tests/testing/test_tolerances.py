@@ -1,5 +1,5 @@
-"""Tests of the tolerances: each accepts rounding errors of every dtype, and rejects errors that are ten times larger.
-"""
+"""Tests of the tolerances: each accepts rounding errors of every dtype, and rejects errors that are ten times
+larger."""
 
 from __future__ import annotations
 
