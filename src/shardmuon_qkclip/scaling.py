@@ -237,7 +237,7 @@ class Scaler(TableCall[_Bound]):
             if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
-            per_row = target.rows.factors(of_heads[target.layer.name])  # factors of the rows of all ranks
+            per_row = target.rows.factors(of_heads[target.layer.name])  # one factor for each row of the full weight
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))

@@ -394,7 +394,7 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# What a rank changes in one call. With the first two changes the call must still succeed.
+# The changes that a rank makes in one call. With the first two changes, the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 

@@ -57,7 +57,7 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num", [1, 3])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
     x = torch.randn(num, num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
-    square = (num, num_rows, num_rows)  # `Products` expects symmetric results of the short side's size
+    square = (num, num_rows, num_rows)  # symmetric products have the size of the short side
     products, of_one = (Products(shape, x.device, x.dtype) for shape in (square, square[1:]))
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])
