@@ -27,7 +27,7 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-Sets = list[tuple[int, ...]]  # The sets of ranks that share one weight. A rank that is in no set has a weight of its own.
+Sets = list[tuple[int, ...]]  # The rank sets that share a weight. A rank in no set has a weight of its own.
 Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
 
 FAMILIES: dict[str, Family] = {
