@@ -184,7 +184,8 @@ class QKClip:
 
         @never_compiled
         def before(called: nn.Module, args: Any) -> None:
-            if called is module and self._is_measured and torch.is_grad_enabled():  # a copy has the same hooks
+            # deepcopy copies hooks, so a copy of the module calls this hook, too
+            if called is module and self._is_measured and torch.is_grad_enabled():
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 

@@ -144,13 +144,13 @@ _LIST_THEM = "List all attention layers: layers=[Attention(name, num_heads, num_
 
 
 class Holder(NamedTuple):
-    """A module that holds parameters.
+    """A module and its parameters, including those of submodules.
 
     Attributes:
         name: Name of the module in the model, without the name parts that wrappers insert.
         module: The module itself; if a wrapper contains the module, the inner module.
         weights: Parameter name, relative to the module -> the parameter and its place in the model. Parameters of
-            submodules are included.
+        submodules are included.
     """
 
     name: str

@@ -113,7 +113,7 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.num():  # equal on all ranks with this weight, so all raise the error
+            if size != rows.num():  # sizes are equal on all ranks with this weight, so all of them raise
                 raise Unlike(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
@@ -237,7 +237,7 @@ class Scaler(TableCall[_Bound]):
             if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
-            per_row = target.rows.factors(of_heads[target.layer.name])  # factors of the rows of all ranks
+            per_row = target.rows.factors(of_heads[target.layer.name])  # one factor for each row of the full weight
             per_row = per_row.to(local.device, torch.promote_types(local.dtype, torch.float32))
             for part, start in _views(local, layout, dim):
                 part.mul_(per_row[start : start + part.shape[dim]].view(-1, *[1] * (part.ndim - 1 - dim)))
@@ -385,7 +385,8 @@ class Scaler(TableCall[_Bound]):
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
         """
-        weight, group = target.weight, {**target.weight.group, "use_muon": False}  # list it as one tensor
+        # list the weight as one tensor, not as matrices
+        weight, group = target.weight, {**target.weight.group, "use_muon": False}
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
             raise ValueError(
@@ -398,10 +399,10 @@ class Scaler(TableCall[_Bound]):
 
 
 def _largest(
-    flat: Tensor,  # 1-D tensor
+    flat: Tensor,
     ranks: Ranks,
     hint: GroupRef | None,
-) -> Tensor:  # 1-D tensor
+) -> Tensor:
     """Compute the elementwise maximum over `ranks` of a vector that each of these ranks has. Collective among
     `ranks`."""
     if len(ranks) == 1:

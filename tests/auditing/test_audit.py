@@ -1,6 +1,7 @@
-"""An audit finds nothing in a sound optimizer on any layout, and catches and names every fault of `planted.py`.
+"""Tests that an audit reports nothing for a correct optimizer on any layout, and that it catches and names every fault
+defined in `planted.py`.
 
-Reports are equal on all ranks.
+All ranks must return equal reports.
 """
 
 from __future__ import annotations
@@ -51,28 +52,29 @@ METHODS = ("auto", "standard", "gram")
 
 
 def _next_step(optimizer: Muon) -> AuditReport:
-    """A step with other gradients: momentum goes another way than they."""
+    """Take a step with other gradients, so that momentum and gradient point in different directions."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad.sin_()
     return step_of(optimizer)
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """The second step's report."""
+    """Check that a step on the layout is bitwise equal to one process, and return the audit report of a second step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
+        # The optimizer warns about zeros on ranks whose shard has no element of a matrix.
+        warnings.filterwarnings("ignore", ".*zero before the first step")
         found = compare_with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
     return found.about
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """`numeric`: other default products could change it."""
+    """Mark the row `numeric` if other default matmul settings could change its result."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
-_FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.items()}  # ranks on all axes
+_FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize(
@@ -83,14 +85,14 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
     ],
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
-    """Layouts take variants and methods in turn: what an audit reads of a layout does not depend on the method."""
+    """The variants and methods are spread over the layouts: how an audit reads a layout does not depend on either."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
     reports = get_pool(world).run(sound, layout, variant=variant, method=method)
     for report in reports:
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert len(report.matrices) >= 8
-        assert max(row.difference / row.allowed for row in report.matrices) < 0.6  # 0 where live and dense round alike
+        assert max(row.difference / row.allowed for row in report.matrices) < 0.6
         assert layout == "single" or report == reports[0]
 
 
@@ -98,7 +100,7 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
-# Nesterov, schedules by name and every kind of products are in DRAWN below.
+# Nesterov momentum, named schedules and the remaining matmul dtypes are covered by DRAWN below.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
@@ -111,7 +113,7 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"momentum_dtype": torch.bfloat16}),
     (torch.float32, {"momentum_dtype": "int8"}),
     (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
-    (torch.float64, {**IN_FP64, "variant": "hyperball+normuon", "weight_decay": 0.0}),  # as they are written
+    (torch.float64, {**IN_FP64, "variant": "hyperball+normuon", "weight_decay": 0.0}),
 ]
 
 
@@ -120,15 +122,16 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """What stages keep is fp32 also where weights, wire and products are fp64."""
+    """Optimizer state of post-processing stages such as NorMuon stays fp32 even with fp64 weights."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), by noise of an empty
-# direction (fp16 Gram form), or where the first step nearly cancels the largest value (1000729). Stages that see
-# results before they are rounded to the wire (fp16), matrices of ones, whose elements MuonEq rounds alike, and bf16
+# The list has correct steps with the largest rounding errors found in random searches. In some, rounding changes a
+# whole direction of the update: at a maximum of the polynomial (bf16, fp16 standard), through noise in a null direction
+# (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (1000729). The rest cover
+# post-processing before the cast to the fp16 wire, matrices of ones (MuonEq rounds all elements alike), and bf16
 # weights that torch's own addition updates (8500193).
 MOVED_MOST = [
     ("bf16", 50170, None),
@@ -151,7 +154,7 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
-    """benchmarks/audit_sharpness.py takes 1,000 of them."""
+    """benchmarks/audit_sharpness.py runs 1,000 random steps in the same way."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
     assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
@@ -200,8 +203,8 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# Every fault once in the default arithmetic, and once more in fp16 or in large matrices; some by torch's own
-# orthogonalizer, or in a first step; benchmarks/audit_sharpness.py takes all pairs.
+# Every fault runs once in the default arithmetic and once more in fp16 or with large matrices, and some with torch's
+# own orthogonalizer or in a first step. benchmarks/audit_sharpness.py runs all pairs.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(
@@ -222,7 +225,7 @@ PLANTED = [
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    """In a `first` step nothing was kept before."""
+    """With `first`, the fault is planted in the first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])
@@ -230,7 +233,7 @@ def test_a_planted_fault_is_caught_and_named(
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
 def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) -> None:
-    """Rounding in half precision moves such a result by more than its length, in all the other directions."""
+    """Half-precision rounding moves a low-rank update by more than its own norm, all in the null directions."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 128, generator=generator))
     optimizer = Muon([("w", weight)], lr=0.02, variant="cautious", **PRODUCTS[products])
@@ -243,8 +246,8 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def stacked() -> AuditReport:
-    """The second step of experts whose rows are cut. The step's tiles of the lower rows of the first two experts are
-    taken for each other's, on all ranks alike."""
+    """Audit the second step of a stack of experts sharded by rows. A patch swaps the step's tiles of the first two
+    experts' lower rows on all ranks alike."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -264,7 +267,6 @@ def stacked() -> AuditReport:
 
 
 def test_tiles_that_are_wrong_are_found(world2: RankPool) -> None:
-    """An audit puts matrices together from what ranks hold."""
     for report in world2.run(stacked):
         assert {f.where for f in report.findings} == {"experts[0]", "experts[1]"}
         assert {row.status for row in report.matrices if row.name == "experts[2]"} == {"ok"}
@@ -297,7 +299,7 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Steps audited every third; the fifth and the seventh are faulty."""
+    """Run ten steps with an audit every third step; the fault is planted in steps 5 and 7."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []
@@ -325,13 +327,13 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """What may be meant is a warning."""
+    """A fault that could be intended by the user is only a warning."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
 
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
-    """Experts of each rank's own: only their process group connects the ranks."""
+    """Every rank trains its own expert, so only the optimizer's process group connects the ranks."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
     optimizer = Muon(
         [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD
@@ -350,7 +352,7 @@ def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
 
 
 def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
-    """Each pair of ranks shares a matrix; the last one drifts."""
+    """Each pair of ranks shares one matrix; with `drifts`, rank 3 changes its copy of the last matrix."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
     optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)
@@ -371,7 +373,7 @@ CHAIN, STAGES = [(0, 1), (1, 2), (2, 3)], [(0, 1), (2, 3), (2, 3)]
     [
         (CHAIN, False, ["012"] * 4),
         (CHAIN, True, ["012"] * 4),
-        (STAGES, True, ["0", "0", "12", "12"]),  # of a pipeline: they share nothing
+        (STAGES, True, ["0", "0", "12", "12"]),
     ],
 )
 def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
@@ -386,7 +388,8 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Each pair of ranks shares a matrix; the first pair's is said to be of all four ranks once the plan is made."""
+    """Each pair of ranks shares a matrix. After the plan is made, the first pair's process group is changed to all four
+    ranks, and a patch hides the change from the optimizer."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

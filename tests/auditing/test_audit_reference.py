@@ -1,4 +1,5 @@
-"""The audit's arithmetic: the reference is the plain iteration, and pieces of every kind come together to matrices."""
+"""Tests of the audit's arithmetic: its fp64 reference equals the plain Newton-Schulz iteration, and the pieces that
+ranks send reassemble to whole matrices."""
 
 from __future__ import annotations
 
@@ -38,19 +39,19 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """The result of all steps, of a matrix that was divided by `longer` times its norm."""
+    """The orthogonalized matrix, if its input was divided by `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
-    """Error of a result that is taken from a Gram matrix. Of a matrix of norm 1 it knows squares of singular values to
-    the error of an eigenproblem in fp64 (`polar_bound`), so values of nothing to its root, times the slope at zero."""
+    """Error bound of a polynomial that is evaluated through the eigenvalues of a Gram matrix. For a matrix of norm 1,
+    the squared singular values have the error of an fp64 eigenproblem (`polar_bound`), so values near zero have the
+    square root of that error, times the polynomial's slope at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 
 def _drawn(kind: str, rows: int, cols: int) -> Tensor:
-    """A matrix with this kind of spectrum, fp64."""
     return gradient(kind, rows, cols, torch.Generator().manual_seed(rows * cols))
 
 
@@ -72,7 +73,7 @@ def test_the_reference_is_the_plain_iteration_at_any_scale(shape: tuple[int, int
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
-    """A larger norm, with which a shaken run is compared, is that of one more row and column."""
+    """Dividing a matrix by a larger norm is the same as adding a row and a column that raise its norm."""
     x = _drawn("gauss", 12, 20)
     bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
     bordered[-1, -1] = 0.35 * x.norm()
@@ -95,7 +96,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     after = before.clone()
     s = _settings(variant)
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
-    # A weight is rounded when it is decayed and when the update comes off, on each way; and so is what comes off.
+    # The weight is rounded twice on each of the two paths, at the decay and at the update, and so is the recovered
+    # update.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     arithmetic = Arithmetic(s, Choice("standard"), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
@@ -104,7 +106,7 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
+    """Each rank's part of a matrix has the right elements at the right places, without the tiles that the step uses."""
     for layout, _ in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)
@@ -121,9 +123,10 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[Para
 
 
 BLOCKS = {
-    # rows of two matrices alternate: one begins inside of the tensor, one lies in two intervals
+    # The rows of two matrices alternate: one matrix begins inside the tensor, one is stored in two intervals.
     "whole rows, and parts of others": (
-        matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),  # rows 0-2 and 4-6; rows 3 and 7
+        # Rows 0-2 and 4-6 are one matrix, rows 3 and 7 are the other.
+        matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
         (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4))),
         [
             [(slice(0, 2), slice(0, 6)), (slice(2, 6), slice(0, 2)), (slice(2, 6), slice(2, 6))],
@@ -132,7 +135,8 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),  # of the first matrix: rows 0 to 3, and 4 and 5
+        # The first box has rows 0 to 3 of the first matrix, the second box its rows 4 and 5.
+        (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),
     "ranges that end inside a row": (

@@ -1,4 +1,5 @@
-"""Jobs that are saved on one layout and resumed on another, with equal bits: layouts x storages x variants."""
+"""Tests that jobs saved on one layout and resumed on another have equal bits, over layouts, momentum formats and
+variants."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
 Tensors = Mapping[str, Tensor]
 
-# Nothing divides: shards are uneven, and some are strided on top of that (fsdp2+tp cuts rows twice).
+# Most dimensions are not divisible by the number of ranks, so shards are uneven. fsdp2+tp shards rows twice, so some
+# shards are also strided.
 SHAPES = {
     "squarish": (14, 15),
     "tall": (35, 11),
     "experts": (7, 6, 10),
-    "wide": (13, 133),  # 8-bit momentum has two blocks of columns
-    "table": (21, 6),  # AdamW's
-    "late": (7, 5),  # has its first gradient after the checkpoint
+    "wide": (13, 133),  # 133 columns are two blocks of 8-bit momentum.
+    "table": (21, 6),
+    "late": (7, 5),  # The parameter "late" has no gradient before the checkpoint.
     "frozen": (4, 4),
 }
 GROUPS: list[dict[str, Any]] = [
@@ -50,14 +52,14 @@ GROUPS: list[dict[str, Any]] = [
     {"names": ["wide"], "split_sizes": (5, 8), "ns_coefficients": ((3.0, -4.0, 2.0), (1.5, -0.5, 0.0))},
     {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
 ]
-MIXED = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
+MIXED = ("normuon+hyperball", "normuon", "hyperball")
 KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
-    """A way in which a job keeps its state. With variants "late" has state before it has taken a step."""
+    """The dtypes, the momentum format and the variants of a job."""
 
-    dtype: torch.dtype = torch.float32  # of the weights
+    dtype: torch.dtype = torch.float32
     storage: Mapping[str, Any] = MappingProxyType({})
     variants: Sequence[str] = ()
 
@@ -71,7 +73,7 @@ KINDS = {
     "int8": Kind(BF16, {"momentum_dtype": "int8", "stochastic_rounding": True}, variants=MIXED),
     **{name: Kind(variants=[name] * 3) for name in KEEPING},
 }
-# torch says so whenever one process saves or loads
+# torch.distributed.checkpoint warns whenever a single process saves or loads.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
     pytest.mark.ranks,
@@ -80,7 +82,7 @@ SAVED_AFTER, RESUMED_UNTIL = 3, 5
 
 
 def values(seed: int) -> dict[str, Tensor]:
-    """Full tensors that depend on nothing but the seed and the name."""
+    """Random full tensors that depend on the seed and the name only."""
     return {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + i))
         for i, (name, shape) in enumerate(SHAPES.items())
@@ -89,15 +91,13 @@ def values(seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Job:
-    """A model and its optimizer on one layout."""
-
     layout: str
     kind: str = "plain"
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.world, kind = dist.get_world_size() if dist.is_initialized() else 1, KINDS[self.kind]
-        params = parameters(self.cut(values(self.seed)))  # with the marks of tensor-parallel shards
+        params = parameters(self.cut(values(self.seed)))
         params["frozen"].requires_grad_(False)
         self.model = nn.ParameterDict(params)
         groups = [
@@ -121,7 +121,7 @@ class Job:
             self.optimizer.step()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and state that are here, by state key and name."""
+        """This rank's local weights and optimizer state, by state key and parameter name."""
         out: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.model.named_parameters()}}
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -129,10 +129,10 @@ class Job:
         return {key: {name: local(t).clone() for name, t in of_key.items()} for key, of_key in out.items()}
 
     def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
-        """Names of what differs in any bit here from one process, which has full tensors."""
+        """Names of the local weights and state that differ in any bit from the full tensors of one process."""
         found, row = list[str](), LAYOUTS[self.layout]
         for key, full in expected.items():
-            # builders go by position, and take numbers that may have gradients
+            # A layout's build function takes all tensors by position, in a dtype that may have gradients.
             whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
             cut = full if key in ("step", *KEPT_KEYS) else row.build(whole, row.mesh(self.world))
             for name, of_one in full.items():
@@ -151,7 +151,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def uninterrupted(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Everything after all steps on one process."""
+    """Weights and state of one process that ran all steps without a checkpoint."""
     job = Job("single", kind)
     job.run(range(RESUMED_UNTIL))
     return job.snapshot()
@@ -183,12 +183,13 @@ def _save(layout: str, path: str, form: str, kind: str) -> None:
     job.run(range(SAVED_AFTER))
     if form == "ours":
         checkpoint.save(path, job.model, job.optimizer)
-    elif form == "full":  # in one file, from rank 0
+    elif form == "full":
         state = _state(job, form)
         if dist.get_rank() == 0:
             torch.save(state, Path(path, "full.pt"))
     elif form == "async":
-        own = dist.new_group(backend="gloo")  # torch's rule: steps use the default group meanwhile
+        # async_save needs its own process group, as steps use the default group in the meantime.
+        own = dist.new_group(backend="gloo")
         future = dcp.async_save(_state(job, form), checkpoint_id=path, process_group=own)
         job.run(range(SAVED_AFTER, 20))
         future.result()
@@ -202,11 +203,12 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        job.run(range(50, 52))  # a plan, momentum and counters to be forgotten
+        # The steps on other data make a plan, momentum and step counts, which loading must replace.
+        job.run(range(50, 52))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
     elif form:
-        state: dict[str, Any] = {"model": {}, "optim": {}}  # what rank 0 broadcasts is nowhere else
+        state: dict[str, Any] = {"model": {}, "optim": {}}
         if form == "full" or (form == "broadcast" and dist.get_rank() == 0):
             state = torch.load(Path(path, "full.pt"), weights_only=True)
         elif form != "broadcast":
@@ -218,15 +220,17 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
     return job.differences(expected)
 
 
-# Layouts and ranks. A file knows its source by the pieces in it alone, so each source meets one process and other cuts.
+# Each source and target is a pair of a layout and a number of ranks. A checkpoint records only its pieces, not the
+# layout it came from, so each source is loaded on one process and on another layout.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)
-# of plain shards only shardmuon's own functions know which part of the whole they are
+# torch's functions cannot tell which part of the full tensor a plain shard is, so only shardmuon's functions save plain
+# shards.
 PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and not name.startswith("tp ")]
-# Saved on, loaded on; by torch's functions, their flat form, while steps go on, as one file that every rank or rank 0
-# alone reads, or shardmuon's own; kind. 8-bit
-# momentum stands on layouts that cut no block of it.
+# Each row has the layout a job is saved on, the layout it is loaded on, the checkpoint format and the kind of job. The
+# formats are torch's functions, their flattened state dict, async_save during steps, one file that every rank or only
+# rank 0 reads, and shardmuon's functions. 8-bit momentum is used on layouts that split none of its blocks.
 RESUMES = [
     (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),
@@ -247,7 +251,7 @@ RESUMES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The folder in which a job was saved on some ranks, once for all who load it."""
+    """A function that returns the folder of a saved job, and saves each job only once."""
 
     @functools.cache
     def get(source: tuple[str, int], form: str, kind: str) -> str:
@@ -273,20 +277,21 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    assert equal <= {"step of late"}  # which steps begin after the checkpoint
+    assert equal <= {"step of late"}  # The parameter "late" has no gradient, and so no step, before the checkpoint.
 
 
 # ------------------------------------------------------------------------------------ state before loading
 
 
 def _made(layout: str, how: str) -> None:
-    """State that checkpoint code makes before it loads: zeros, of all but what is frozen; weights stay as they are."""
+    """Make the optimizer state that checkpoint code needs before it loads: zeros for every parameter that is not
+    frozen, while the weights stay unchanged."""
     job = Job(layout, "variants" if how == "asked" else "plain")
     before = job.snapshot()["weights"]
     assert job.optimizer.state_dict()["state"] == {}
     if how == "asked":
         get_optimizer_state_dict(job.model, job.optimizer)
-    else:  # by hand: a step on zeros
+    else:
         for group in job.optimizer.param_groups:
             group["lr"] = 0.0
             for p in group["params"]:
@@ -294,7 +299,7 @@ def _made(layout: str, how: str) -> None:
         job.optimizer.step()
     found = job.snapshot()
     assert_bitwise(found.pop("weights"), before)
-    assert found.pop("step")["table"] == (how == "stepped")  # of a first step at lr=0 torch counts as of others
+    assert found.pop("step")["table"] == (how == "stepped")  # AdamW counts a first step at lr=0, as torch's AdamW does.
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
     of_variants = {"second_moment", "weight_radius"} if how == "asked" else set()
     assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *of_variants}
@@ -329,7 +334,7 @@ def test_state_of_another_layout_is_refused_by_name(world4: RankPool) -> None:
 
 
 def _damaged(path: str, layout: str, num_cut: int) -> None:
-    """Cut the largest file short, by most of it or by the last bytes, then load."""
+    """Truncate the largest checkpoint file by num_cut bytes, then check that loading fails and changes nothing."""
     job = Job(layout)
     job.run(range(2))
     checkpoint.save(path, job.model, job.optimizer)

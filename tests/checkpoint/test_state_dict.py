@@ -1,4 +1,5 @@
-"""State dicts and files of one process: what they bring back, and what does not fit is refused whole."""
+"""Tests of state dicts and checkpoint files on one process: what they restore, and that a file that does not fit is
+refused as a whole."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from shardmuon import ExchangeError, Muon, checkpoint
 from shardmuon.momentum.stores import decode
 from shardmuon.step.bucket import Buckets
 
-# torch says so whenever one process saves or loads
+# torch.distributed.checkpoint warns whenever a single process saves or loads.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def pair(dtype: torch.dtype = FP32, **options: Any) -> tuple[Muon, list[nn.Parameter]]:
-    """A small optimizer: a Muon parameter w, an AdamW parameter b."""
+    """A small optimizer with a Muon parameter w and an AdamW parameter b."""
     w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
     groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
     return Muon(groups, lr=1e-3, **options), [w, b]
@@ -46,7 +47,7 @@ def kept_by(optimizer: Muon, params: Any) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def unchanged(optimizer: Muon, params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """What is tried inside changes neither options nor weights nor state."""
+    """Assert that the code inside the context changes no options, weights or state."""
     listed = list(params)
     before, kept = options_of(optimizer), kept_by(optimizer, listed)
     held = optimizer.state, optimizer.param_groups
@@ -74,7 +75,8 @@ def _decoded(state: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("wanted", STORED)
 @pytest.mark.parametrize("saved", STORED)
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
-    """Every bit of it where the two are alike: torch would cast fp32 momentum, or a scale, to the parameter's dtype."""
+    """The loaded momentum is bitwise equal if both dtypes are the same; torch would cast fp32 momentum, or a scale, to
+    the parameter's dtype."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
     one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))
@@ -85,7 +87,8 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
         train(one, first, range(3, 5))
         train(two, second, range(3, 5))
         assert_bitwise(kept_by(two, second), kept_by(one, first))
-    two.param_groups[0].update(momentum=1.0, lr=0.0)  # a step leaves it as it is
+    # With momentum=1.0 and lr=0, a step changes neither the momentum buffer nor the weights.
+    two.param_groups[0].update(momentum=1.0, lr=0.0)
     train(two, second, range(5, 6))
     state = two.state[second[0]]
     kind = {"gradient's": dtype, "fp32": FP32, "bf16": BF16, "int8": torch.int8}[wanted]
@@ -97,7 +100,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # gradients accumulate in fp32
+    w.grad_dtype = v.grad_dtype = None  # grad_dtype=None allows fp32 gradients of bf16 weights.
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -112,7 +115,8 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
-    """By its state dict, which brings its options, or by the lines of docs/migration.md."""
+    """The run is continued from torch's state dict, which includes its options, or by the copy shown in
+    docs/migration.md."""
     theirs = [nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))]
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
     old = torch.optim.Muon(theirs, **options)
@@ -129,7 +133,8 @@ def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torc
 
 
 def test_numbers_that_require_grad_are_numbers() -> None:
-    """torch warns where it makes one of them a number; warnings are errors here."""
+    """torch warns when it converts a tensor that requires grad to a number, and the test suite turns warnings into
+    errors."""
     (old, params), (new, others) = pair(), pair()
     for group in old.param_groups:
         group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
@@ -143,13 +148,14 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A file, and the optimizer that loads it."""
+    """A checkpoint file, and the optimizer that loads it."""
 
-    options: tuple[tuple[str, Any], ...] = ()  # of the one that loads
-    tied: bool = False  # its two matrices are one
-    frozen: bool = False  # the first layer
-    empty_at: int | None = None  # a group without parameters, and where
-    busy: str | None = None  # gradients are there, so torch makes no state to load into; a step was broken off
+    options: tuple[tuple[str, Any], ...] = ()  # Options of the optimizer that loads the file.
+    tied: bool = False  # True if both layers share one weight.
+    frozen: bool = False
+    empty_at: int | None = None  # Position of a parameter group without parameters.
+    # Not None if torch creates no state before loading, because gradients exist ("") or a step broke off (the reason).
+    busy: str | None = None
 
 
 FILES = [
@@ -222,7 +228,7 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
 
 
 def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a broken one is accepted."""
+    """After a broken step, saving is refused until the user accepts the state."""
     (model, optimizer), said, whole = two(), list[str](), Buckets.run
 
     def save(says: str) -> None:
@@ -294,7 +300,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         "w: the checkpoint's group has no 'ns_coefficients' (it has ['adjust_lr_fn'",
     ),
     "dion's, which is told what to do": (
-        lambda s: s["state"].update({0: {"momentum": torch.zeros(4, 3)}}),  # a sum
+        lambda s: s["state"].update({0: {"momentum": torch.zeros(4, 3)}}),
         "w: its state in the checkpoint is ['momentum'], Muon's is ['momentum_buffer', 'second_moment']. It was saved "
         "by another optimizer, or the parameter was routed otherwise. State of other optimizers is not converted: "
         "begin with fresh state and warm lr up over about 50 steps, or copy what means the same, such as "
@@ -327,7 +333,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         group(0, variant=None),
         "group 0: the checkpoint was saved with variant=None, the optimizer has 'normuon'. Load it with variant=None, ",
     ),
-    "a variant that nobody names": (  # as in torch.optim.Muon's, whose groups know none
+    "a variant that nobody names": (
         lambda s: [s["state"][0].pop("second_moment"), *(of_one.pop("variant") for of_one in s["param_groups"])],
         "lacks ['second_moment'], which variant='normuon' keeps",
     ),
@@ -393,4 +399,4 @@ def test_a_checkpoint_folder_with_code_is_refused_and_the_code_never_runs(place:
     assert not ran.exists()
     if place == "metadata":
         dcp.FileSystemReader(folder).read_metadata()
-        assert ran.exists()  # what torch alone runs
+        assert ran.exists()

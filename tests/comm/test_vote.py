@@ -1,4 +1,5 @@
-"""The vote: who belongs together, and that all ranks of a component hear the same, simulated and on real ranks."""
+"""Tests of the vote before a step, simulated and on real ranks: which ranks form a component, and that all of them get
+the same verdict."""
 
 from __future__ import annotations
 
@@ -48,14 +49,15 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # pipeline stages with replicas, and embeddings that the first replica ties from the first to the last stage
+    # There are two replicas of four pipeline stages, and the first replica ties the embeddings of the first and the
+    # last stage.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """The component by definition: all that sets connect."""
+    """The connected component of a rank, computed by its definition."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -69,7 +71,7 @@ def sets_of(family: Family, rank: int) -> tuple[Ranks, ...]:
 
 
 def drawn_family(chance: random.Random) -> Family:
-    """Some sets of two to four of eight ranks."""
+    """One to seven random sets of two to four ranks out of eight."""
     return sorted({tuple(sorted(chance.sample(range(8), chance.randint(2, 4)))) for _ in range(chance.randint(1, 7))})
 
 
@@ -77,8 +79,9 @@ def drawn_family(chance: random.Random) -> Family:
 
 
 def doubled(num: int) -> list[int]:
-    """The sum of a message of each of so many members, as each of them has it; a thread is a member."""
-    boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)  # messages between two members, in order
+    """Run the reduction schedule of a vote with one thread per member, and return the sum that each member ends up
+    with."""
+    boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
         total = me * me + 1
@@ -99,7 +102,7 @@ def test_every_message_is_counted_once_on_every_rank() -> None:
 
 
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
-    """The message in which a rank of this component sends its ballot."""
+    """The message in which a rank of the component `own` sends its ballot."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
     with mock.patch.object(voting, "lane_of", return_value=lane):
@@ -108,7 +111,7 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
 
 
 def voted(ballots: dict[int, Ballot]) -> Ballot:
-    """The verdict of a component, whose ranks merge each message once and in unlike orders."""
+    """The verdict of a component, whose ranks' messages are merged in two orders with equal results."""
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
     one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
@@ -157,7 +160,7 @@ def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pyt
 
 
 def test_the_store_takes_the_name_of_a_lane_of_any_ranks() -> None:
-    """torch's store closes the connection at a key of more than 8 KiB."""
+    """torch's TCPStore closes the connection if a key is longer than 8 KiB."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=10))
     strided = tuple(range(0, 1 << 17, 8))
     lanes_of = [(strided, 1), (strided, 2), (strided[1:], 1), ((0, 1, 2), 1), ((0, 12), 1)]
@@ -173,7 +176,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """All bits that there is room for, and a digest in which ranks differ; then shards that ask for more bits."""
+    """Vote with the largest number of presence bits and an unequal digest, then with shards that would need more bits
+    than are allowed."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank, MOST_BITS)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -188,13 +192,12 @@ def _most_bits() -> bool:
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
-    """What does not fit into gloo's buffer would end the process."""
+    """A message that does not fit into gloo's buffer would abort the process."""
     assert MOST_BITS > 500_000
     assert world3.run(_most_bits) == [True] * 3
 
 
 def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | None]:
-    """What is raised on all ranks, with the class of this rank's own exception; "" if nothing is."""
     try:
         call()
     except Refused as refused:
@@ -203,7 +206,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
-    """The component; what a vote, and what discoveries and gatherings say where only the culprit has a fault."""
+    """Return the component, the verdict of a vote, and the error texts of discover and gather, where only the culprit
+    rank has a fault."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)
@@ -246,7 +250,7 @@ def _raising(error: BaseException) -> None:
 
 
 SETS = {0: (ALL,), 1: (ALL, (1, 2)), 2: (ALL,)}
-# a talk of three ranks, what it says, and the ranks whose own exception is behind it
+# Each case has a collective call on three ranks, the expected error text, and the ranks whose own exception caused it.
 TALKS: dict[str, tuple[Callable[[int], object], str, tuple[int, ...]]] = {
     "nothing": (lambda rank: run_together(lambda: rank), "", ()),
     "one interrupt": (
@@ -282,9 +286,10 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 
 def _late(closes: bool) -> tuple[str, float]:
-    """Rank 3 of four does not vote; the others' time-out is a second, or it closes its lane."""
+    """Rank 3 of four does not vote. The other ranks run into a time-out of one second, or rank 3 closes its
+    connections."""
     ranks = tuple(range(4))
-    vote(Ballot(Phase.STEP), ranks)  # all connections are there
+    vote(Ballot(Phase.STEP), ranks)
     lane = groups.lane_of(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
@@ -293,12 +298,13 @@ def _late(closes: bool) -> tuple[str, float]:
             vote(Ballot(Phase.STEP), ranks)
         text = str(caught.value)
     elif closes:
-        for _ in range(2):  # an exception is told by the core of a group, and again by the optimizer's
+        # After an exception, a lane may be closed twice, by the core of a process group and by the optimizer.
+        for _ in range(2):
             groups.close_lane(ranks)
     took = time.monotonic() - began
     dist.barrier()
     lane.close()
-    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)  # over a new lane
+    assert vote(Ballot(Phase.STEP), ranks) == Ballot(Phase.STEP)
     return text, took
 
 
@@ -307,5 +313,6 @@ def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: R
     found = world4.run(_late, closes)[:3]
     assert "rank 3, or one that it waits for, does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
     assert all("nothing on this rank" in text for text, _ in found)
-    # whoever waits for a lane that is closed fails at once, and with these those that wait for them
+    # If rank 3 closes its lane, the ranks that wait for it fail at once, and so do the ranks that wait for those ranks.
+    # Otherwise all of them run into the time-out.
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)

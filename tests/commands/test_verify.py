@@ -1,4 +1,4 @@
-"""`shardmuon verify`: its rows are measured, and a layout that falls short makes it fail."""
+"""Tests of `shardmuon verify`: its rows are measured, and a layout that misses the contract makes the command fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # an agreement and two exchanges
+        "collectives": "3",  # A step has an agreement and two exchanges.
     }
 
 
@@ -54,12 +54,13 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert ok and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = _row(world2, "single", "hyperball")  # each rank has its own matrices
+    _, alone = _row(world2, "single", "hyperball")  # Without a process group, each rank updates its own matrices.
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """`compare_with_dense` of one step; on one rank what a function of the step has written is damaged once."""
+    """Run `compare_with_dense` for one step in which, on one rank, the result of the function `name` is damaged
+    once."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -69,7 +70,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **given)  # the reference is made with nothing damaged
+    compare_with_dense(layout, **given)  # The undamaged run caches the dense reference for the next run.
     with mock.patch.object(update, name, spoiled):
         return compare_with_dense(layout, **given)
 
@@ -99,7 +100,7 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     ok, cells = _row(deepspeed_pools[3], "zero3")
     assert ok and cells["NS runs"] == cells["matrices"] == "58", cells
-    assert int(cells["collectives"]) >= 3  # by each set of partitions that DeepSpeed steps together
+    assert int(cells["collectives"]) >= 3  # DeepSpeed steps in several calls, one for each set of partitions.
     assert int(cells["bytes/rank"]) > 1000
 
 
@@ -111,7 +112,8 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),  # all that torch makes
+        # Without DeepSpeed, the command runs only the layouts that torch itself can build.
+        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),
         (TWO, {compare_with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {compare_with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {compare_with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),
@@ -128,8 +130,6 @@ def test_the_command_fails_by_a_row_that_falls_short_and_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The fault is on one of two ranks, in the first layout, with one of the products."""
-
     def run(fn: Any, layout: str, **given: Any) -> list[Comparison]:
         is_hit = layout == "fsdp2" and torch.bfloat16 in given.values()
         return [SOUND, replace(SOUND, **fault.get(fn, {}))] if is_hit else [SOUND, SOUND]

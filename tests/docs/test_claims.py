@@ -1,4 +1,4 @@
-"""CLAIMS.md, the table of what the tests claim, is whole."""
+"""Tests that CLAIMS.md, the table of the tests' claims, is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLAIM = re.compile(r"^- .+ \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 
 def claimed() -> list[tuple[str, str]]:
-    """File and test of every line of the table; each line that begins like one has to be one."""
+    """File and test name of every claim. A line that begins like a claim must have the format of a claim."""
     lines = [line for line in (TESTS / "CLAIMS.md").read_text().splitlines() if line.startswith("- ")]
     found = [CLAIM.match(line) for line in lines]
     assert [line for line, match in zip(lines, found, strict=True) if match is None] == []
@@ -20,7 +20,7 @@ def claimed() -> list[tuple[str, str]]:
 
 
 def existing() -> set[tuple[str, str]]:
-    """The same of every test function."""
+    """File and name of every test function."""
     return {
         (str(path.relative_to(TESTS)), node.name)
         for path in TESTS.rglob("test_*.py")

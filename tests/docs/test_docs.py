@@ -1,4 +1,4 @@
-"""Documents are executed: code blocks, docstring examples, links."""
+"""Tests that run the code blocks and docstring examples and check the links of the documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULES = [
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_one_after_the_other(path: Path) -> None:
-    """They print the text that follows them; the README's the table of routing and the plan."""
+    """The printed output must end with the text block that follows a Python block, if there is one."""
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block, shown in re.findall(r"(?s)```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text()):
@@ -54,7 +54,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_documents_name_only_files_that_are_there(path: Path) -> None:
-    """A path may begin in any folder. The changelog names what is gone, too."""
+    """A path may be relative to any folder. The changelog is exempt, as it also names deleted files."""
     named = set(re.findall(r"(?<![\w/.-])[\w/]+\.py\b", path.read_text()))
     if path.name != "CHANGELOG.md":
         assert [name for name in named if not any(str(file).endswith(f"/{name}") for file in SOURCES)] == []

@@ -1,4 +1,4 @@
-"""scripts/house.py counts what it says, on small sources and on a chain of calls that were counted by hand."""
+"""Tests of the counts of scripts/house.py, on small sources and on a chain of calls counted by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def house() -> ModuleType:
 
 
 def run(path: Path, source: str, **names: Any) -> dict[str, Any]:
-    """Names that a file with this source defines; the file need not be there."""
+    """Execute the source as the file `path`, which need not exist, and return the names that it defines."""
     exec(compile(textwrap.dedent(source), str(path), "exec"), names)
     return names
 
@@ -48,7 +48,8 @@ TOP = """
 
 
 def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path: Path) -> None:
-    """top, leaf twice, numbers once though it goes on twice; `len` twice and `sum`; nothing of another folder."""
+    """Expected are one call of top, two of leaf, one of the generator numbers, two of `len` and one of `sum`; functions
+    outside the folder are not counted."""
     leaves = run(tmp_path / "deep" / "leaves.py", LEAVES)
     outside = run(tmp_path.parent / "outside.py", "def outside(): return len('')")["outside"]
     top = run(tmp_path / "top.py", TOP, leaf=leaves["leaf"], numbers=leaves["numbers"], outside=outside)["top"]
@@ -59,7 +60,8 @@ def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path:
         ("deep/leaves.py", 5, "numbers"): 1,
     }
     assert str(calls) == "4 / 3 / 2" and calls.num_c == 3
-    frames = 1 + (sys.version_info < (3, 12))  # of the generator expression, and of the list's comprehension
+    # Python before 3.12 has a frame for a list comprehension as well as for a generator expression.
+    frames = 1 + (sys.version_info < (3, 12))
     assert str(house.watch(top, tmp_path, comprehensions=True)) == f"{4 + frames} / {3 + frames} / 2"
 
 
@@ -137,12 +139,13 @@ CATCHES = """
 @pytest.mark.parametrize(
     ("count", "source", "expected"),
     [
-        (lengths_of_entered, LINES, [2, 3]),  # without docstrings and lambdas
-        (lambda house, tree: house.statements(tree), STATEMENTS, 6),  # x, class, def, if, return, the last string
+        (lengths_of_entered, LINES, [2, 3]),
+        # The six statements are x, class, def, if, return and the last string.
+        (lambda house, tree: house.statements(tree), STATEMENTS, 6),
         (lambda house, tree: list(house.public_names(tree)), NAMES, ["ONE", "three", "four", "K", "eight"]),
         (lambda house, tree: house.classes(tree), NAMES, {"K", "L"}),
         (badly_opened, NAMES, ["What it is for.", "Those of it.", "Whether, or not."]),
-        (lambda house, tree: sorted(house.catches(tree)), CATCHES, [3, 8, 10, 10, 14]),  # that do not raise
+        (lambda house, tree: sorted(house.catches(tree)), CATCHES, [3, 8, 10, 10, 14]),
     ],
 )
 def test_what_a_small_source_has_is_counted(
@@ -181,7 +184,7 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
-MOST_LINES = 60  # of a function, without its docstring
+MOST_LINES = 60  # The limit applies to each function without its docstring.
 
 
 def test_functions_are_short(house: ModuleType) -> None:
@@ -200,8 +203,9 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
-    """The owner sends three quarters, the others one each. In two replicas of halves, owner and neighbour send each
-    other a half and pass one on; the other replica sends nothing."""
+    """With four shards, the owner sends three quarters of the matrix and every other rank one quarter. With two
+    replicas of two shards, the owner and its neighbour each send one half to each other and one half to the other
+    replica, which sends nothing."""
     from shardmuon.layout.mesh import Shard
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0

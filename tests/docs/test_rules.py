@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md that a machine can check."""
+"""Tests of those rules in CONTRIBUTING.md that can be checked by a script."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-SMALL = 0.1  # a literal below this, beside a measured number, is a tolerance
+SMALL = 0.1  # A literal below SMALL that bounds a measured number counts as a tolerance.
 CLOSE = {"assert_close", "allclose", "isclose", "approx"}
 KEYWORDS = {"atol", "rtol"}
 
 
 def loose(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every tolerance in a module that no helper holds. A lower bound ("it has moved") is none."""
+    """Line and source text of every tolerance in a module. A tolerance is a keyword such as atol, or a small literal
+    that bounds a measured number from above."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -36,8 +37,7 @@ def holds_small(side: ast.expr) -> bool:
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:
-    """Use tolerances."""
-    apart = {"site", "stack", "zoo"}  # their environments may lack the helpers
+    apart = {"site", "stack", "zoo"}  # The environments of site, stack and zoo may lack the helper modules in tests/.
     paths = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name not in apart]
     assert [f"{path}:{line}: {text}" for path in paths for line, text in loose(path.read_text())] == []
 

@@ -1,4 +1,4 @@
-"""Counts without ranks are those of ranks: plans, bytes, collectives and matrices are equal, not near."""
+"""Tests that plans computed without ranks equal the live job's exactly: matrices, bytes and collectives."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from shardmuon.testing.pool import get_pool
 
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
-    """Counts are equal for many buckets, in the steps that are compared with one process; results to replicas go in two
-    stages."""
+    """The traffic is counted in the same steps that are compared with one process. Each of these steps has many
+    buckets."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
-    if layout == "hsdp" and world == 4:  # two replicas: three exchanges a bucket
+    if layout == "hsdp" and world == 4:  # With two replicas, each bucket has three exchanges.
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 8-bit momentum
-AUTO: dict[str, Any] = {"bucket_bytes": 20_000}  # bytes of the wire, which is bf16 for bf16 products
+BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # The sizes give rows of one and of two blocks of 8-bit momentum.
+# Buckets are measured in bytes of the wire dtype, which is bf16 for bf16 matmuls.
+AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
 def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[str, Any]]:
-    """The model as its users would shard it, with torch's own functions."""
+    """The model, sharded by torch's own functions as a user would."""
     torch.manual_seed(0)
     model: Any = build(config, "cpu")
     for p in model.parameters():

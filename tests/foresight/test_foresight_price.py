@@ -1,4 +1,4 @@
-"""Times made of counts: tables, hardware files, intervals and what they rest on."""
+"""Tests of the times that a plan predicts from its counts: tables, hardware files, and intervals."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured
 @pytest.mark.parametrize(
     ("table", "at", "value", "outside"),
     [
-        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),  # straight in logarithms
+        (CURVE, (1_000,), (4.0, 6.0, 16.0), False),
         (CURVE, (100,), (1.0, 2.0, 4.0), False),
         (CURVE, (10_000,), (16.0, 18.0, 64.0), False),
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        (TIME, (1,), (1.0, 1.0, 1.0), False),  # all latency there, and it was measured
-        (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),  # along sizes, then between aspects
+        (TIME, (1,), (1.0, 1.0, 1.0), False),  # Below the smallest measured size, a time is pure latency.
+        # A surface is interpolated over sizes first, then over aspect ratios.
+        (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
         (SURFACE, (10, 9.0), (16.0, 16.0, 16.0), True),
         (SURFACE, (20, 2.0), (4.0, 4.0, 4.0), True),
@@ -63,7 +64,8 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    assert not all(one.verified for one in hardware.numbers.values())  # nobody has measured all of one of these here
+    # No machine in the hardware files has been measured in full.
+    assert not all(one.verified for one in hardware.numbers.values())
 
 
 def _without_products(data: Any) -> None:
@@ -115,7 +117,7 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """Zeros that fill it take the time of matrices, and a small one that of its launches."""
+    """A batch padded with zeros takes the time of the full batch, and a small batch takes its launch latency."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
@@ -136,11 +138,11 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
         return Time(*Rates(hardware).exchange(ranks, inside, across, ranks - 1, across > 0)["wire"])
 
     few = _but("", {"nics_per_node": _exactly(2.0)})
-    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)  # 1e11 bytes/s
-    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)  # 1e10 bytes/s of one NIC each
-    assert on_wire(few, 16, 0, 10**9).mid == 0.4  # eight ranks share two
+    assert on_wire(machine, 8, 10**9, 0) == Time(0.01, 0.01, 0.01)
+    assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
+    assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # the best of an interval takes the most of a rate, and the least of a time
+    # The lower end of a time's interval uses the highest rate and the lowest latency.
     unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
     unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
     unsure_machine = _but("", unsure)
@@ -164,7 +166,8 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    assert rates.slowdown(4).tolist() == [3.0] * 3  # more ranks than were measured share what there is
+    # Beyond the measured number of ranks, the slowdown grows in proportion.
+    assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
 
@@ -188,7 +191,7 @@ def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> 
     [
         ("gram float32", "peak", "peak float32"),
         ("standard bfloat16", "peak", "peak bfloat16"),
-        ("gram", "peak", "peak float16"),  # where the text is silent, as the backend takes it
+        ("gram", "peak", "peak float16"),  # Without a dtype in the name, the Gram form uses fp16.
         ("torch", "peak", "peak bfloat16"),
         ("standard bfloat16", "efficiency", "efficiency of any"),
     ],
@@ -203,7 +206,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     (rank,) = exact.classes
     exact = replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000)))
     found = Price.of(exact, machine).adamw
-    seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
+    # AdamW reads p, g, m and v, and writes p, m and v, all in fp32.
+    seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
     assert found.hi < Price.of(exact, machine).step.lo
@@ -217,7 +221,7 @@ def _exactly(value: float) -> _Known:
 
 
 def _machine(certain: bool = False) -> Hardware:
-    """Round numbers: 1e14 FLOP/s, 1e12 bytes/s of memory, 1e11 of links, 1e10 of NICs."""
+    """A machine with round numbers: 1e14 FLOP/s, 1e12 bytes/s of memory, 1e11 of links, 1e10 of NICs."""
     share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {
         "memory_bytes": 8e10,
@@ -247,14 +251,15 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, _Known]) -> Hardware:
-    """The machine without numbers whose names have a word, and with others."""
+    """The machine of `_machine` with some numbers replaced, and without those whose name includes the word
+    `without`."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Four ranks that share eight matrices of rows x 4096 in two buckets, one matrix a rank and bucket."""
+    """Counts of four ranks that share eight matrices of rows x 4096 in two buckets, one matrix per rank and bucket."""
     size = rows * 4096
     moved = _Sent(inside=2 * size * 3 // 4, peers=3)
     sides = _Sides(gather=moved, scatter=moved)

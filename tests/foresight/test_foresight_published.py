@@ -1,4 +1,4 @@
-"""Figures that others have published, in the intervals or not."""
+"""Tests whether published measurements are inside the predicted intervals."""
 
 from __future__ import annotations
 

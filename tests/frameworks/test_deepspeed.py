@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO, the real package on CPUs: the update of whole matrices from flat partitions that cut them anywhere,
-what is refused, checkpoints, audits, and faults on one rank. See deepspeed_job.py for what is compared."""
+"""Tests of the real DeepSpeed ZeRO package on CPUs: the update of whole matrices from flat partitions that split them
+anywhere, refusals, checkpoints, audits, and faults on one rank. deepspeed_job.py defines the reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def two(deepspeed_pools: dict[int, RankPool]) -> RankPool:
     return deepspeed_pools[2]
 
 
-# what an audit finds it finds in this arithmetic
+# Audits are tested with fp32 matmuls, whose rounding does not hide a planted fault.
 FP32: dict[str, Any] = {"ns_dtype": torch.float32}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -55,13 +55,15 @@ ROUND_ROBIN = {"round_robin_gradients": True}
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.03, "warmup_max_lr": 0.05}}}
 STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
-# One start of DeepSpeed for several settings that do not hinder each other; each setting that docs/deepspeed.md names.
+# Each row combines several DeepSpeed settings that do not affect each other, to save starts of DeepSpeed. Together the
+# rows have every setting that docs/deepspeed.md names.
 CASES = [
     *((2, case) for case in STRADDLING),
     (4, Case(0, accumulate=2)),
     (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
     (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
-    (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),  # BF16_Optimizer
+    # With fp32 gradient accumulation, DeepSpeed uses its BF16_Optimizer.
+    (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),
     (2, Case(2, "gram", zero={**ROUND_ROBIN, "contiguous_gradients": False}, accumulate=2)),
     (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
     (3, Case(2, dtype="bf16", zero={**ROUND_ROBIN, **OFFLOAD}, accumulate=2)),
@@ -88,8 +90,8 @@ def _stepped(case: Case) -> float:
                 mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
-        # The reference has moved: there is something to be wrong about. A step of lr 0.02 on a row, whose length
-        # becomes 0.68 or more, moves it by 0.0136.
+        # The comparison is only meaningful if the reference has moved. An update with lr 0.02 of a single row, whose
+        # norm is at least 0.68, moves it by 0.0136.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
         assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
@@ -100,7 +102,8 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """A matrix lies on both ranks, the plans list them all, and DeepSpeed's own function shows the dense momentum."""
+    """Check that a matrix is split over both ranks, that the plans list all matrices, and that DeepSpeed's own function
+    returns the momentum of the dense reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -117,7 +120,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """Each matrix once in the job; ranks do not know of each other at stage 0."""
+    """Each matrix is orthogonalized once in the job, but once per rank at stage 0, where ranks do not share the
+    work."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -133,12 +137,13 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight as AutoTP does: another parameter, a part of the first, in its place."""
+    """Replace a layer's weight by a new parameter with some of its rows, as AutoTP does."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
 def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
-    """Text of what initializing and a first step raise, which changes nothing; "": nothing, and then it steps."""
+    """The error that DeepSpeed's initialization or the first step raises, or "" if the step succeeds. After an error no
+    weight may have changed."""
     try:
         with started(case, change=change, **options) as job:
             before, ran = job.weights(), job.optimizer.traffic.orthogonalized
@@ -178,7 +183,8 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
-    """Four steps with an audit each, a checkpoint and a new start between: those of one process."""
+    """Run four audited steps with a checkpoint after the second, then resume from it and compare the weights with those
+    of one process."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(4):
@@ -213,7 +219,7 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """With what stages keep; some with buckets smaller than a matrix."""
+    """The variant is NorMuon, whose second moment is in the checkpoint, too."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
 
 
@@ -222,18 +228,19 @@ def test_a_checkpoint_that_lost_what_stages_keep_is_an_error_at_the_first_step(t
         assert "its momentum was loaded, and not second_moment" in str(error), error
 
 
-Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state
+Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def _save(case: Case, folder: str, variant: str | None) -> Saved:
-    """Two steps, then a checkpoint, also a universal one: the dense model's weights and state."""
+    """Train two steps, save a checkpoint, and convert it to a universal one; returns the dense model's weights and
+    state."""
     with started(case, variant=variant) as job:
         for number in range(2):
             job.step(number)
         job.engine.save_checkpoint(folder, tag="here")
         named = [(name, job.dense.get_parameter(name)) for name in job.trained]
         saved = {name: (p.detach().clone(), dict(job.reference.state[p])) for name, p in named}
-    if dist.get_rank() == 0:  # DeepSpeed's tool, which is started as a program as a rule
+    if dist.get_rank() == 0:  # Users normally run DeepSpeed's converter as a separate program.
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
             arguments = f"--input_folder {folder}/here --output_folder {folder}/universal --inject_missing_state"
@@ -245,12 +252,13 @@ def _save(case: Case, folder: str, variant: str | None) -> Saved:
 
 
 def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
-    """Load a universal checkpoint: two more steps are the dense ones, each group has its own options and counts."""
+    """Load a universal checkpoint and take two more steps, which must have the bits of the dense steps and each group's
+    own options and step counts."""
     with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
         if variant:
-            job.step(5)  # what this has kept is forgotten
+            job.step(5)  # An extra step creates variant state that loading must discard.
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
-        job.step_dense(7)  # has state now, whose values are replaced
+        job.step_dense(7)
         for name, (weight, state) in saved.items():
             p = job.dense.get_parameter(name)
             p.data.copy_(weight)
@@ -266,8 +274,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
 
 
-# DeepSpeed gives groups the options of the checkpoint's in their order, at stage 3 those of its first to all: here
-# AdamW's.
+# On loading, DeepSpeed matches the checkpoint's parameter groups by their order, and stage 3 gives the first group's
+# options to all groups. The first group in TURNED is AdamW's.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -293,7 +301,8 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Findings of audits, which raise nothing: a step goes on to its other groups."""
+    """Collect the findings of audits instead of raising them, so that a step continues with its other parameter
+    groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
         yield found
@@ -309,12 +318,12 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # half of a matrix of two elements may look like another fault, too
+            # For a matrix of two elements, a halved update can also match another fault.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
         with _heard() as found:
-            known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)  # what an update elsewhere would leave
+            known.flat.data.narrow(0, known.parts[0][1].offset, 1).add_(1.0)
             job.train(2)
         assert "weights_elsewhere" in {finding.name for finding in found}
         calls: list[tuple[Callable[[], object], str]] = [
@@ -335,8 +344,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """A weight that was written to the model alone, on one rank (`written`), or set by DeepSpeed's function alone; then
-    what the error says has been done."""
+    """With `written`, change a weight of the model on one rank only, otherwise change it in the fp32 masters only. The
+    next step must raise until the user follows the advice in the error."""
     with started(Case(stage)) as job:
         import deepspeed
 
@@ -397,7 +406,7 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """A checkpoint that rank 1 alone cannot load, as a group of its optimizer's state is lost; then it is mended."""
+    """Load a checkpoint that lacks a parameter group in rank 1's file, then restore the file."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -421,7 +430,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
         assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
-        job.engine.optimizer.zero_grad()  # DeepSpeed's gradients of what was refused
+        job.engine.optimizer.zero_grad()  # DeepSpeed still has the gradients of the refused step, so they are dropped.
         job.step(1)
         job.check(MUON)
 
@@ -430,23 +439,24 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     ("stage", "options", "fail", "words"),
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
-        # of rank 1 in a call for AdamW's group alone: rank 0 is at Muon's next group by then, and fails at once
+        # If rank 1 fails while it updates AdamW's group, rank 0 has already started on Muon's next group and fails
+        # there as well.
         (
             1,
             {},
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # between two groups
+        # The audit raises between two parameter groups.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
-        # others are in DeepSpeed's own collectives by then, or train on what they have loaded
+        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives or continue to train with the
+        # loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )
 def test_what_broke_off_on_one_rank_is_raised_on_all_until_a_checkpoint_is_loaded(
     two: RankPool, stage: int, options: dict[str, Any], fail: Any, words: str, tmp_path: Path
 ) -> None:
-    """A training step, or loading itself."""
     two.run(_broken, stage, options, fail, words, str(tmp_path))
 
 
@@ -457,7 +467,7 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            if stage < 3:  # there DeepSpeed shards small parameters anew, which the others must do, too
+            if stage < 3:  # At stage 3, DeepSpeed shards small parameters again on loading, which needs all ranks.
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
             assert re.match("ValueError.*parameter group", said_by(lambda: job.engine.optimizer.load_state_dict(every)))
@@ -469,7 +479,7 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
 def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
-    """Outside `load_checkpoint` nobody else takes part."""
+    """`load_state_dict` of DeepSpeed's optimizer runs on one rank only, unlike `load_checkpoint`."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 
@@ -491,7 +501,8 @@ OF_ONE_RANK = [
 
 
 def _faults_on_one_rank(stage: int) -> None:
-    """Options, momentum, and an exception in any function, also in those that find what flats hold."""
+    """Plant invalid options, momentum of a wrong shape, and an exception in every function on rank 1. All ranks must
+    raise before they change anything."""
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
@@ -502,7 +513,7 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            if host._num_stepped in (0, len(host._flats)):  # as if state had been loaded
+            if host._num_stepped in (0, len(host._flats)):  # Emptying `_flats` has the effect of loading state.
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
 
@@ -510,7 +521,7 @@ def _faults_on_one_rank(stage: int) -> None:
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
         assert {"_attach", "_begin", "_slices_of", "_make_shard", "_differs_from_model", "_refuse_options"} <= {*known}
         assert passed == []
-        job.check()  # and nothing had changed
+        job.check()  # The check passes only if the refused steps changed nothing.
 
 
 @pytest.mark.parametrize("stage", [1, 3])

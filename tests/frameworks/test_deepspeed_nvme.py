@@ -1,7 +1,7 @@
-"""DeepSpeed's NVMe offload at ZeRO 3: real swap files, the real package.
+"""Tests of NVMe offload at ZeRO 3 with real swap files and the real DeepSpeed package.
 
-The tests that swap need DeepSpeed's async_io, which takes minutes to compile: `make nvme` builds and runs them. The
-others say what is refused, and run everywhere.
+Tests that swap need DeepSpeed's async_io, which `make nvme` compiles in minutes. The other tests cover refusals and run
+everywhere.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# On two ranks "a" is swapped from exactly 1 MiB on. The sub-groups: a and b; c; d and e; emb; v and w; heads.
-# c, v, w and heads stay in memory; e is too small to be swapped but its sub-group is.
+# On two ranks the shard of "a" has exactly 1 MiB, the smallest size that is swapped. The sub-groups are a and b; c; d
+# and e; emb; v and w; heads. c, v, w and heads stay in memory. e is too small to be swapped by itself, but its
+# sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),
     "b": (700, 768),
@@ -63,7 +64,8 @@ def nvme(
     groups: Groups = GROUPS,
     **options: Any,
 ) -> Case:
-    """A job with swap files in a folder. `offload`: added to `offload_optimizer`; `zero`: to `zero_optimization`."""
+    """A job with swap files in a folder; `offload` extends `offload_optimizer` and `zero` extends
+    `zero_optimization`."""
     device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
     settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
     return Case(3, zero=settings, shapes=shapes, groups=groups, **options)
@@ -89,7 +91,7 @@ def _run(case: Case) -> None:
             assert float((dense - job.start[name]).norm()) > 1e-3
         state = {flat: of for flat, of in job.optimizer.state.items() if flat.dim() == 1 and not flat.numel()}
         assert len(state) == SWAPPED
-        assert sum("exp_avg_sq" in of for of in state.values()) == 1  # AdamW's alone: none is made for Muon
+        assert sum("exp_avg_sq" in of for of in state.values()) == 1
         assert not any(s.numel() for of in state.values() for key, s in of.items() if key != "step")
         files = os.listdir(job.engine.optimizer.optimizer_swapper.swap_folder)
         assert sum(name.startswith("exp_avg-") for name in files) == SWAPPED
@@ -117,13 +119,14 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
         for number in range(later):
             job.train(number)
             if number == 2:
-                job.optimizer.param_groups[1]["lr"] = 0.005  # only the optimizer's part of a checkpoint knows it
+                job.optimizer.param_groups[1]["lr"] = 0.005
                 job.engine.save_checkpoint(folder, tag="here")
         return job.masters()
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Load after `before` steps of another training."""
+    """Train `before` steps on other data, load the checkpoint, and check that the next steps have the bits of the saved
+    job."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)
@@ -140,7 +143,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     with RankPool(2, timeout=200.0) as first:
         expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
     arguments = nvme(tmp_path / "other"), saved, expected
-    for before in (0, 2):  # the second time there is state already
+    for before in (0, 2):  # After two steps, the optimizer has state before it loads the checkpoint.
         with RankPool(2, timeout=200.0) as fresh:
             fresh.run(_resume, *arguments, before)
             if before:
@@ -149,7 +152,8 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> None:
-    """A step after DeepSpeed's own load; steps of a job that starts where another left its files, and saves."""
+    """Check that a step after DeepSpeed's own load is refused, and that a new job on the same swap folder can train and
+    save."""
     with started(case) as job:
         job.engine.load_checkpoint(folder, tag="here")
         before = job.masters()
@@ -175,7 +179,7 @@ def _first_step(case: Case) -> str:
 
 @swaps
 def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) -> None:
-    """A gradient that is swapped, behind one of one element a rank that is not: DeepSpeed would lose it."""
+    """DeepSpeed would lose a swapped gradient that follows an unswapped one of a single element per rank."""
     shapes: Shapes = {"first": (2, 1), "large": (512, 1024)}
     for said in two.run(_first_step, nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])):
         assert ": large: " in said and "element 1 of its sub-group (byte 4)" in said
@@ -183,7 +187,7 @@ def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------ without swap files
 
-QUARTER = MIB // 4  # elements of the smallest gradient that is swapped
+QUARTER = MIB // 4  # A gradient of fewer elements than QUARTER is not swapped.
 
 
 @pytest.mark.parametrize(
@@ -191,9 +195,9 @@ QUARTER = MIB // 4  # elements of the smallest gradient that is swapped
     [
         ((QUARTER, QUARTER), None),
         ((QUARTER + 128, QUARTER), "p1"),
-        ((37, QUARTER - 1), None),  # too small to be swapped: it is copied
+        ((37, QUARTER - 1), None),  # A gradient below the minimum size is copied instead of swapped.
         ((37, QUARTER), "p1"),
-        ((QUARTER, 512, 512, QUARTER), None),  # two that are wrong make a right one
+        ((QUARTER, 512, 512, QUARTER), None),  # Two gradients of half a page each keep the next one page-aligned.
     ],
 )
 def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: str | None) -> None:

@@ -1,6 +1,7 @@
-"""DeepSpeed's parallel models: stages of its pipeline engine, AutoTP's shards.
+"""Tests of DeepSpeed's model parallelism: the stages of its pipeline engine, and the shards of AutoTP.
 
-The gradient that reached the optimizer is read back from the momentum, which is half of it: exact in binary.
+With momentum 0.5 the momentum buffer is exactly half the gradient that reached the optimizer, so tests read the
+gradient from it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
-    """A step that is the dense one; pipeline stage, its matrices, those that this rank orthogonalized, and losses."""
+    """Check one step in a two-stage pipeline against the dense update. Returns the stage, the number of its matrices,
+    how many this rank orthogonalized, and the losses."""
     with quiet() as deepspeed:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(*sizes), nn.ReLU()) for sizes in SIZES]
@@ -60,7 +62,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         losses += [float(engine.train_batch(batches)) for _ in range(3)]
         stage = engine.grid.get_stage_id()
         engine.destroy()
-    importlib.import_module("deepspeed.utils.groups").mpu = None  # else later engines of these ranks would have stages
+    # DeepSpeed keeps the pipeline topology in `mpu`, and later engines of these processes would use it.
+    importlib.import_module("deepspeed.utils.groups").mpu = None
     return stage, len(before), ran, losses
 
 
@@ -68,7 +71,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
 def test_every_stage_steps_its_matrices_as_one_process_would(
     deepspeed_pools: dict[int, RankPool], zero: int, dtype: str, runs: int
 ) -> None:
-    """Two stages, two data-parallel ranks each. Without partitions both of a stage's ranks do all its matrices."""
+    """There are two stages of two data-parallel ranks each. With ZeRO 0 both ranks of a stage orthogonalize all of its
+    matrices."""
     found = deepspeed_pools[4].run(_in_stages, zero, dtype)
     ran = {(stage, num): sum(ran for at, _, ran, _ in found if at == stage) for stage, num, *_ in found}
     assert sorted((num, total) for (_, num), total in ran.items()) == [(1, runs), (2, 2 * runs)]
@@ -78,7 +82,8 @@ def test_every_stage_steps_its_matrices_as_one_process_would(
 
 # ------------------------------------------------------------------------------------------------- AutoTP
 
-CUTS = {"column": 0, "row": 1}  # layers are called as their partition types
+# Each layer is named after its kind of tensor parallelism, and has the partition_dim of that kind.
+CUTS = {"column": 0, "row": 1}
 PARTS = {
     "autotp_size": 2,
     "partition_config": {
@@ -90,7 +95,8 @@ PARTS = {
 
 @contextmanager
 def _autotp() -> Iterator[None]:
-    """DeepSpeed is left without AutoTP's mode and groups: later engines of these ranks would have them."""
+    """Reset DeepSpeed's AutoTP mode and process groups afterwards, as later engines in these processes would
+    use them."""
     with quiet():
         try:
             yield
@@ -100,10 +106,10 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """A step of which each matrix has the bits of the dense update of its gradient.
+    """Check that one step gives each matrix the bits of the dense update from the same gradient.
 
     Args:
-        given: What the user gives of tp_group and partition_dim.
+        given: Which of tp_group and partition_dim the user sets.
     """
     with _autotp():
         from deepspeed.utils import groups

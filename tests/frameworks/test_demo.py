@@ -1,4 +1,5 @@
-"""The demo, `examples/train.py`: one training whatever the layout, a proof that bites, files held out, a command."""
+"""Tests of the demo `examples/train.py`: equal training on every layout, its bitwise check against one process, the
+held-out files, and the command line."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from shardmuon.testing import RankPool, get_pool
 
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]
-# Forward and backward pass some 50 operations one after the other, each a sum of up to 128 terms (the tokens of the
-# batch), on both sides.
+# The forward and backward passes have some 50 consecutive operations, each a sum of up to 128 terms (the tokens of the
+# batch). The factor 2 is for the rounding of both sides.
 GRADIENTS = 2 * 50 * (roundoff(torch.float32) + sum_roundoff(torch.float32, 128))
 
 
@@ -41,8 +42,8 @@ def mesh_of(layout: str) -> DeviceMesh | None:
 
 
 def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
-    """A model after the backward pass of the first batch, and its loss on this rank's rows. The head is not zero: no
-    gradient would pass through it."""
+    """The model after the backward pass of the first batch, and the loss of this rank's rows. The head gets nonzero
+    values, as a zero head would pass no gradient to the layers."""
     model = train.Model(TINY)
     model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
@@ -54,7 +55,7 @@ def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
 
 
 def batch_and_run(layout: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Whole gradients and the loss of the first batch, and what a training reports."""
+    """Full gradients and the loss of the first batch, and the report of a whole training."""
     mesh = mesh_of(layout)
     model, loss = cut_model(mesh)
     batch = {name.removeprefix("module."): train.whole(p.grad) for name, p in model.named_parameters()}
@@ -82,7 +83,7 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
     expected, alone = in_one_process()
     for batch, run in get_pool(ranks).run(batch_and_run, layout):
         assert batch.keys() == expected.keys()
-        # gradients as they are: Muon's update would hide a wrong factor
+        # Raw gradients are compared because Muon's update would hide a wrong scale.
         for name, whole in expected.items():
             assert_near(batch[name], whole, GRADIENTS, name)
         assert run["proof"] == alone["proof"] == {
@@ -92,7 +93,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """The proof's two answers for a step after which some ranks write a number into their part of a matrix."""
+    """The results of the demo's bitwise check (equal to one process, equal replicas) if the given ranks overwrite one
+    element of their part of a matrix after the step."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)
     optimizer.step()

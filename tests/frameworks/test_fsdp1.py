@@ -1,4 +1,4 @@
-"""FSDP1: the same update as on one process, its state dicts, clipping, audits, and what is refused."""
+"""Tests of FSDP1: equality with one process, state dicts, gradient clipping, audits, and refusals."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str], bool]:
-    net, steps = tied(), 1 if how else 3  # on a CPU an offloading FSDP1 adds a second gradient to the first one
+    # On a CPU, FSDP1 with offloading adds the second gradient to the first, so only one step is taken.
+    net, steps = tied(), 1 if how else 3
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
     model = wrapped(net, strategy, **how) if before else model
-    with (  # these two need an accelerator
+    with (  # pin_memory and the stream need an accelerator, so they are replaced.
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
@@ -58,7 +59,8 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy", "before", "how"),  # on four ranks replicas of shards share the work
+    # HYBRID_SHARD on four ranks has two replicas, which share the orthogonalizations.
+    ("world", "strategy", "before", "how"),
     [
         *((2, strategy, at % 2 == 0, {}) for at, strategy in enumerate(STRATEGIES)),
         (2, "FULL_SHARD", False, {"cpu_offload": CPUOffload(offload_params=True)}),
@@ -66,13 +68,13 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is. The optimizer is
-    made before or after wrapping."""
+    """The model has matrices, a tied embedding, norms, biases and a frozen unit, and the optimizer is created before or
+    after wrapping. Parameters must be routed as in the plain model."""
     assert get_pool(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
 def _mixed() -> list[str]:
-    """Gradients come from bf16 weights, so one process is given those that FSDP1 has found."""
+    """FSDP1 computes gradients with bf16 weights, so the reference process is given the gradients of FSDP1."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, plain = wrapped(tied(), mixed_precision=precision), tied()
     both = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
@@ -94,7 +96,8 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Four elements on three ranks: the last one keeps padding only. Also the elements that it keeps."""
+    """Check a step of four elements on three ranks, where the last rank's shard is padding only. Returns whether the
+    result is bitwise equal, and the number of elements on this rank."""
     found = compare_with_dense(
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
@@ -112,7 +115,6 @@ def test_a_rank_may_keep_nothing_at_all(world3: RankPool) -> None:
 
 
 def _saved_full(strategy: str, file: str) -> list[str]:
-    """Two steps, a full state dict, two more."""
     model, optimizer = job(strategy, KEEPING)
     train(model, optimizer, range(2))
     saved = full_state(model, optimizer)
@@ -125,12 +127,13 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
     for group in saved["optimizer"]["param_groups"] if lost else ():
-        group.get("kept_state", {}).pop("0", None)  # of the first matrix, which some ranks store nothing of
+        # Some ranks store no element of the first matrix, and its state is removed from the checkpoint.
+        group.get("kept_state", {}).pop("0", None)
     model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
-    again = full_state(model, optimizer)["optimizer"]["state"]  # before any step
+    again = full_state(model, optimizer)["optimizer"]["state"]
     for name, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(again[name][key]), torch.as_tensor(value)), (name, key)
@@ -153,7 +156,7 @@ def test_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_w
         assert_refused(
             world4, "lacks ['second_moment'], which variant='normuon' keeps", _resumed_full, strategy, file, True
         )
-    saved = torch.load(file, weights_only=True)  # and on one process, without FSDP1
+    saved = torch.load(file, weights_only=True)  # The state is also loaded on one process without FSDP1.
     model = tied()
     optimizer = Muon(model, **OPTIONS, **KEEPING)
     model.load_state_dict(saved["model"])
@@ -169,7 +172,6 @@ def _states(model: nn.Module, optimizer: Muon, options: StateDictOptions | None)
 
 
 def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOptions | None = None) -> None:
-    """Load by torch.distributed.checkpoint alone, before the first step of the optimizer."""
     with quiet():
         found = _states(model, optimizer, options)
         dcp.load(found, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=options is None))
@@ -178,7 +180,8 @@ def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOpti
 
 
 def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
-    """Two steps, then two more of another optimizer, that has the state of the first one in some form."""
+    """Train two steps, load the state into a second optimizer by the given form, and train that one for two
+    more steps."""
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
     first, optimizer = job("FULL_SHARD", options, **placed)
     train(first, optimizer, range(2))
@@ -210,8 +213,8 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """Rows divide by 2 and 4: where they do not, torch itself loads nothing into FSDP1. The norm lies on the first
-    rank, the last bias on the last."""
+    """A small model whose row counts are divisible by 2 and 4, as torch itself cannot load other sizes into FSDP1. The
+    norm is stored on the first rank and the last bias on the last rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
@@ -222,7 +225,6 @@ def _net(kind: str) -> nn.Module:
 
 
 def _run(model: nn.Module, optimizer: Muon, seeds: range) -> dict[str, Tensor]:
-    """Steps on the same data on every rank, of 2 or 4, and the whole weights after them."""
     for seed in seeds:
         model(torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
         optimizer.step()
@@ -283,7 +285,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Norms by torch of the plain model, by us, by the optimizer and by the model, and of what is left by FSDP1."""
+    """For each call, the gradient norm from torch on the plain model, the norm from shardmuon on the sharded model, and
+    FSDP1's norm after clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):
@@ -296,19 +299,21 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
 def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
-    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
+    """shardmuon's norm equals torch's on the plain model. After clipping the norm is max_norm * norm / (norm + 1e-6),
+    up to rounding."""
     for expected, ours, theirs in itertools.chain(*get_pool(world).run(_clipped, strategy)):
         assert abs(ours - expected) <= NORM_ROUNDOFF * expected
         left = 0.01 * expected / (expected + 1e-6)
         assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
 
 
-# Of a norm of 2,300 elements: both sides sum in fp32 here or there, and a root halves what a sum errs.
+# Rounding error of a norm of 2,300 elements: both sides sum in fp32, and the square root halves the relative error of
+# each sum.
 NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
 
 
 def assert_refused(pool: RankPool, says: str, call: Callable[..., None], *args: Any, kind: str = "ValueError") -> None:
-    """The call raises the error, which says that, on every rank."""
+    """Assert that the call raises an error of this kind and text on every rank."""
     for failure in pool.run_catching(call, *args):
         assert failure is not None and failure.type_name == kind and says in failure.message, failure
 
@@ -343,7 +348,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP's modules refer to each other
+        gc.collect()  # FSDP's modules are in reference cycles, which only the garbage collector frees.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
@@ -385,7 +390,7 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """Frameworks swap the tensors of groups; here one rank's."""
+    """Replace a parameter in the groups of rank 1, as frameworks that swap parameters do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
@@ -404,11 +409,12 @@ def _put_in_later(use_muon: bool) -> None:
 def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
-    """Also flat parameters: at once, and where they come into one rank's groups later."""
+    """FSDP1's flat parameters are refused at construction, and also if they are put into one rank's groups later."""
     assert_refused(world2, says, call, case)
 
 
-STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute
+# With PLANT_STRIDE=1 a fault is planted in every function, which takes a minute.
+STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))
 
 
 def _planted(store: str) -> tuple[list[str], list[str]]:
@@ -422,7 +428,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # what is remembered is not called again
+    for _ in range(2):  # The second run covers calls whose results are cached.
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

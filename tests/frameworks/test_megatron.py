@@ -1,6 +1,6 @@
-"""shardmuon inside Megatron-core (0.19) on CPUs: its own GPT model, gradient buffers, wrappers and distributed
-optimizer, whose fp32 shards cut matrices anywhere, and its parallel layers. The reference is shardmuon on one process
-with the whole matrices and gradients, whose sums are exact in any order."""
+"""Tests of shardmuon inside Megatron-core (0.19) on CPUs, with its own GPT model, gradient buffers, wrappers, parallel
+layers, and the distributed optimizer, whose fp32 shards split matrices anywhere. The reference is shardmuon on one
+process with the whole matrices and the gradients' sums, which are exact in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
 
 VARIANT = {"variant": "normuon+hyperball"}
-STILL = {"weight_decay": 0.0}  # Hyperball knows no decay
+STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay.
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -49,7 +49,6 @@ def job(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> Job:
-    """A job on Megatron's groups of these sizes."""
     instances = {key: value for key, value in sizes.items() if key.startswith("num_distributed")}
     layers = {key: value for key, value in sizes.items() if key not in instances}
     experts = EXPERTS if any(key.startswith("expert") for key in sizes) else {}
@@ -60,7 +59,8 @@ def job(
 
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
-    """Three steps that are the dense optimizer's; what was done here, and what Megatron says that this rank holds."""
+    """Train three steps and compare each with the dense optimizer. Returns the work done on this rank and the parameter
+    ranges that Megatron stores on it."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -82,7 +82,7 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """What makes a job a test of something, as Megatron tells it."""
+    """Which sharding features the job has, from the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -97,11 +97,13 @@ def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
 
 STRIDES = {"self_attention.linear_proj": 1, "self_attention.linear_qkv": 1, "mlp.linear_fc1": 2, "mlp.linear_fc2": 1}
 STRADDLES = {"straddles", "cuts rows", "leaves out"}
-DENSE = [3 * 6]  # q, k, v, proj, fc1, fc2: once in the job, not on every replica
-BOTH = [3 * 4, 3 * 2 * 6]  # experts have fc1 and fc2 each
+DENSE = [3 * 6]  # Each of q, k, v, proj, fc1 and fc2 is orthogonalized once per step in the job, not once per replica.
+BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices, and each of the six experts has fc1 and fc2.
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
-    # number of ranks and the job; then matrices by optimizer, facts, and sets of ranks by optimizer, on the first rank
+    # Each row has the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the DDP
+    # options. Then come the expected number of orthogonalizations per optimizer, the sharding features, and the rank
+    # sets of the first rank.
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -135,7 +137,7 @@ def test_weights_and_main_weights_get_the_dense_update(
 
 
 def _scaled(distributed: bool) -> None:
-    """Steps in fp16: two that count, one that overflows on one rank, two more."""
+    """Train in fp16: two steps, a step that overflows on one rank and is skipped, and two more steps."""
     scaler = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 2, "hysteresis": 1}
     with megatron():
         made = job({}, torch.float16, distributed, config=scaler)
@@ -176,7 +178,6 @@ def _looked_into() -> None:
 
 @needs_megatron
 def test_flat_shards_can_be_planned_and_audited_but_are_clipped_by_megatron(world2: RankPool) -> None:
-    """Of a real backward pass."""
     world2.run(_looked_into)
 
 
@@ -195,7 +196,7 @@ def _hardly_anything() -> list[nn.Module]:
 
 
 def _of_models(models: Callable[[], list[nn.Module]], muon: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Elements that each optimizer holds here, and the matrices that it orthogonalized here, in two steps."""
+    """Take two steps; returns the elements stored on this rank and the matrices orthogonalized on it, per optimizer."""
     with megatron():
         made = Job(models=models(), muon=muon)
         for step in range(2):
@@ -231,7 +232,7 @@ def _groups() -> list[list[Any]]:
 
         with pytest.raises(ValueError, match=r"AttributeError.*no_such_attribute"):
             get_megatron_optimizer(config, made.models, overrides=[(pattern, "adamw")])
-        overrides = {"embedding.*": {"lr": 0.02}}  # only the first stage calls it that
+        overrides = {"embedding.*": {"lr": 0.02}}
         changed = get_megatron_optimizer(config, made.models, adamw_lr=0.01, overrides=overrides)
         groups, others = made.muons[0].param_groups, changed.chained_optimizers[0].param_groups
         assert len(others) == len(groups) + 1
@@ -254,7 +255,7 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """An override that matches on no stage, or fails on one, is refused on all."""
+    """An override that matches on no stage, or that raises on one stage, is refused on all ranks."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -263,7 +264,7 @@ def _refusals() -> None:
     chunk_0 = "in the DistributedDataParallelConfig of model chunk 0"
     with megatron():
         model, cut = gpt(), gpt(ddp=SHARDED)
-        stored = {"momentum_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}  # on one rank only
+        stored = {"momentum_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}
         layer_wise = optimizer_config(use_layer_wise_distributed_optimizer=True)
         refused: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
             (model, optimizer_config(**SHARDED), {}, f"is True in OptimizerConfig and False {chunk_0}"),
@@ -276,10 +277,11 @@ def _refusals() -> None:
             with pytest.raises(ValueError, match=words):
                 get_megatron_optimizer(config, [chunk], **options)
         for p in model.parameters():
-            p.tensor_model_parallel = False  # as the size is 1
+            # Megatron sets tensor_model_parallel to False if the tensor-parallel size is 1.
+            p.tensor_model_parallel = False
         bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
         with pytest.raises(ValueError, match=r"shardmuon\.frameworks\.megatron, or set p\.grad = p\.main_grad"):
-            bare.step()  # Megatron's gradients never reach p.grad by themselves
+            bare.step()  # Megatron's gradients are in p.main_grad, not p.grad.
     with megatron(**TP):
         model = gpt(ddp=SHARDED, **TP)
         model.module.decoder.layers[0].mlp.linear_fc2.weight.partition_stride = 2
@@ -306,7 +308,7 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """True where TransformerEngine is installed; Megatron then keeps the count of steps otherwise."""
+    """Pretend that TransformerEngine is installed or not; Megatron then stores the step count in another place."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -320,7 +322,8 @@ def _state(made: Job, kind: str, is_loading: bool) -> dict[str, Any]:
 
 
 def _write(made: Job, kind: str, path: pathlib.Path) -> None:
-    if kind == "torch":  # Megatron's older form: a file of each model-parallel rank, and one of parameters' state
+    # Megatron's older checkpoint format has one file per model-parallel rank, and one of parameter state.
+    if kind == "torch":
         made.optimizer.save_parameter_state(str(path / "parameters"))
         torch.save(made.optimizer.state_dict(), path / f"torch{dist.get_rank()}")
         return
@@ -329,13 +332,14 @@ def _write(made: Job, kind: str, path: pathlib.Path) -> None:
 
     (path / kind).mkdir(exist_ok=True)
     dist.barrier()
-    own = mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue)  # it is a process's
+    # Megatron keeps one write queue per process.
+    own = mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue)
     with own, _with_transformer_engine(kind == "fully_reshardable"):
         dist_checkpointing.save(_state(made, kind, False), str(path / kind))
 
 
 def _read(made: Job, kind: str, path: pathlib.Path) -> None:
-    if kind == "torch":  # the next step makes the model's weights from the main ones
+    if kind == "torch":  # After loading, the next step copies the fp32 main weights to the model.
         made.optimizer.load_state_dict(torch.load(path / "torch0"))
         made.optimizer.load_parameter_state(str(path / "parameters"))
         return
@@ -353,7 +357,7 @@ Whole = dict[str, Tensor]
 def _save(
     folder: pathlib.Path, kinds: list[str], sizes: dict[str, int], distributed: bool, muon: dict[str, Any]
 ) -> Whole:
-    """Two steps, checkpoints of every kind, one more step; the whole weights then."""
+    """Train two steps, write a checkpoint of every kind, train a third step, and return the whole weights."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon)
         for step in range(2):
@@ -367,23 +371,26 @@ def _save(
 def _load(
     folder: pathlib.Path, kind: str, sizes: dict[str, int], distributed: bool, muon: dict[str, Any], wanted: list[Whole]
 ) -> None:
-    """The last step of a resumed run has the same bits."""
+    """Load a checkpoint into a fresh job and check that its next step has the bits of the uninterrupted job."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
         if muon:
-            made.train(5)  # what this has kept is forgotten
+            made.train(5)
         _read(made, kind, folder)
         for part in made.muons:
             part.prepare()
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        expected = wanted[dist.get_rank() % len(wanted)]  # that of a rank with the same parameters
+        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
+        expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 
 
 RESUMED: list[tuple[int, dict[str, int], bool, dict[str, Any], list[tuple[int, dict[str, int], list[str]]]]] = [
-    # saved on how many ranks, of what sizes; loaded on how many, of what sizes, which kinds
+    # Each row has the number of ranks and the parallel sizes of the job that saves, whether its optimizer is
+    # distributed, and Muon's options. Then, for each job that loads, come the number of ranks, the parallel sizes, and
+    # the kinds of checkpoints.
     (2, {}, True, {}, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
     (4, {}, True, VARIANT, [(2, {}, [KINDS[0], *KINDS[2:]]), (4, {}, KINDS[:1])]),
     (4, TP, True, {}, [(2, TP, KINDS[1:2]), (2, {}, KINDS[1:2])]),
@@ -433,7 +440,8 @@ def test_variant_state_that_rank_0_would_not_save_is_refused_on_all(
 
 
 def _begin_from_zeros(folder: pathlib.Path, kind: str) -> None:
-    """Begin from zeros as the message says: every matrix has variant state after a step with the variant again."""
+    """Follow the error message's advice to start the variant's state from zeros: take one step without the variant,
+    then one with it."""
     with megatron():
         made = job({}, config=STILL, muon=VARIANT, seed=9)
         for group in made.optimizer.param_groups:

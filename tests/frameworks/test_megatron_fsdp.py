@@ -1,8 +1,8 @@
-"""Megatron-FSDP: any number of rows on any rank, gradients that empty shards lack, a step that must change nothing.
+"""Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and refused steps that must change
+nothing.
 
-The layouts are those that the megatron-fsdp package (0.6.1) really builds, on CPUs with a stand-in for torch.cuda. The
-reference is shardmuon on one process, given the whole gradients. That such layouts are audited, clipped and resumed is
-shown where all layouts are (rows "megatron-fsdp" of shardmuon.testing.layouts).
+The real megatron-fsdp package (0.6.1) builds the layouts, on CPUs with a stand-in for torch.cuda. The reference is
+shardmuon on one process with the full gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A unit of Megatron-FSDP, whose parameters are gathered for its forward pass; its loss has given gradients."""
+    """A module whose parameters Megatron-FSDP gathers for its forward pass, with a loss that has the given
+    gradients."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)
@@ -56,7 +57,8 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """Two units and their ends. Megatron-FSDP knows experts by their name. `kind`: of the two."""
+    """Two units, an embedding, a mixer and a head. Megatron-FSDP recognizes experts by the name `kind` of the two
+    units."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -72,10 +74,12 @@ class Model(nn.Module):
         return torch.stack([unit(grads) for unit in self.modules() if isinstance(unit, Unit)]).sum()
 
 
-MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]  # of the units
+MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
 BLOCKS, EXPERTS, TENSOR_PARALLEL = "blocks", "experts", "tensor parallel"
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-CUTS = {  # dim and stride of tensor parallelism: column, row, gate and up
+# The values are partition_dim and partition_stride of a column-parallel, a row-parallel and a gated column-parallel
+# weight.
+CUTS = {
     "layer.blocks.0.up.weight": (0, 1),
     "layer.blocks.0.down.weight": (1, 1),
     "layer.blocks.1.up.weight": (0, 2),
@@ -98,7 +102,8 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _wrapped(form: str, model: nn.Module) -> Any:
-    """`form` is a strategy, with "hybrid " (outer replicas) or "hybrid shard " before it, or one of the two above."""
+    """Wrap the model. `form` is a ZeRO strategy, optionally after "hybrid" (outer replicas) or "hybrid shard", or one
+    of EXPERTS and TENSOR_PARALLEL."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split() if form not in (TENSOR_PARALLEL, EXPERTS) else ["optim_grads_params"]
@@ -120,14 +125,15 @@ def _wrapped(form: str, model: nn.Module) -> Any:
         fsdp_unit_modules=[Unit],
         zero_dp_strategy=strategy,
         device=torch.device("cpu"),
-        calculate_per_token_loss=True,  # sums gradients: averages need a reduction that gloo lacks
+        # calculate_per_token_loss sums gradients; averaging them would need a reduction that gloo does not have.
+        calculate_per_token_loss=True,
         **options,
     )
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and the same model on one process, with the experts of this
-    rank."""
+    """A model wrapped by Megatron-FSDP with its optimizer, and the reference: the same model on one process, with this
+    rank's experts."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -135,7 +141,7 @@ class Job:
         self.form, self.cuts = form, CUTS if form == TENSOR_PARALLEL else {}
         kind = EXPERTS if form == EXPERTS else BLOCKS
         self.matrices, self.dense_model = [f"layer.{kind}.{name}" for name in MATRICES], Model(kind)
-        self.source, self.sources = rank // tensor_parallel, range(world // tensor_parallel)  # of gradients
+        self.source, self.sources = rank // tensor_parallel, range(world // tensor_parallel)
         self.of_units = range(rank % 2, world, 2) if form == EXPERTS else self.sources
         for p in self.dense_model.layer.parameters() if form == EXPERTS else ():
             p.data += rank % 2
@@ -166,7 +172,7 @@ class Job:
         return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
 
     def gradients(self, seed: int, source: int) -> dict[str, Tensor]:
-        """Whole ones, on one rank: of eighths, whose sums are exact in any order."""
+        """Full gradients of one data-parallel rank, in multiples of 1/8, so that sums are exact in any order."""
         named = enumerate(self.dense_model.named_parameters())
         return {name: drawn(p.shape, 1000 * seed + 100 * source + at) for at, (name, p) in named}
 
@@ -177,7 +183,7 @@ class Job:
         self.model.finish_grad_sync()
 
     def step(self, seed: int, missing: tuple[str, ...] = ()) -> None:
-        """A step of both. `missing`: what has no gradient."""
+        """Take a step of both optimizers, in which the parameters in `missing` have no gradient."""
         self.backward(seed)
         of_sources = {source: self.gradients(seed, source) for source in self.sources}
         params = self.params()
@@ -198,7 +204,8 @@ class Job:
         self.dense.step()
 
     def check(self) -> set[str]:
-        """Every rank's weights and state have the bits of one process; names of what it stores some of."""
+        """Assert that this rank's weights and state have the bits of one process. Returns the names of the parameters
+        that it stores elements of."""
         params = self.params()
         for name, q in self.dense_model.named_parameters():
             p, kept = params[name], self.dense.state[q]
@@ -210,19 +217,20 @@ class Job:
         return {name for name, p in params.items() if p.to_local().numel()}
 
     def part(self, full: Tensor, name: str) -> Tensor:
-        """This rank's tensor-parallel part of a whole tensor."""
+        """This rank's tensor-parallel part of a full tensor."""
         cut = self.cuts.get(name)
         return full if cut is None else tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
 
     def stored(self, full: Tensor, name: str) -> Tensor:
-        """What this rank stores of a whole tensor: of its tensor-parallel part what the package says."""
+        """This rank's shard of a full tensor: the slice given by megatron-fsdp of the tensor-parallel part."""
         part, p = self.part(full, name), self.params()[name]
-        kept = getattr(p, "megatron_fsdp_slice", slice(0, None))  # it lacks one where each rank stores all
+        kept = getattr(p, "megatron_fsdp_slice", slice(0, None))  # megatron-fsdp sets no slice on unsharded parameters.
         return part.flatten()[kept.start : kept.stop].view(-1, *part.shape[1:])
 
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Names of parameters that this rank stores some of, and the ranks that share a block's, and the others."""
+    """Train and check each step. Returns the names of the parameters that this rank stores elements of, and the ranks
+    that share a unit's matrix and the mixer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -233,7 +241,7 @@ def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int
         stored = job.check()
         meshes = [job.params()[name].device_mesh.mesh for name in (job.matrices[0], "ends.mixer.weight")]
         ranks = [tuple(mesh.flatten().tolist()) for mesh in meshes]
-        job.wrap()  # again, or after loading: it finds state, which must stay as it is
+        job.wrap()  # Wrapping again, as after loading, must keep existing state.
         job.check()
         job.step(30, ("ends.mixer.weight", "ends.mixer.bias"))
         ones = {name: torch.ones_like(p) for name, p in job.dense_model.named_parameters()}
@@ -264,8 +272,8 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """Also of parameters without a gradient anywhere, and of those that some rank stores nothing of, which lack it
-    there; tensor-parallel shards, of gate and up too, and experts within their own data-parallel group."""
+    """Covers parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with and
+    without a stride, and experts with a data-parallel group of their own."""
     found = get_pool(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names
@@ -276,7 +284,7 @@ def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
 
 # ------------------------------------------------------------------------------------------------- what is refused
 
-REFUSED = "layer.blocks.0.up.weight"  # of 12 rows of 6
+REFUSED = "layer.blocks.0.up.weight"
 
 
 def _shift(p: Any, elements: int) -> None:
@@ -289,7 +297,7 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# what is planted, on which of the ranks that store some of it, and what is said
+# Each row has a fault, the ranks (among those with a nonempty shard) that have the fault, and the expected error.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),
@@ -314,7 +322,7 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """What each fault raises. Nothing has changed then."""
+    """The error messages of all faults. No fault may change weights or state."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)
@@ -415,7 +423,7 @@ def test_one_group_for_all_and_parameters_from_before_wrapping_are_refused(world
 
 
 def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
-    """`all_gather` of unequal sizes, which NCCL has and gloo lacks."""
+    """`all_gather` of tensors of unequal sizes, which NCCL supports and gloo does not."""
     everyone: list[Any] = [None] * len(outputs)
     dist.all_gather_object(everyone, mine, group=group)
     for output, tensor in zip(outputs, everyone, strict=True):

@@ -1,4 +1,5 @@
-"""The recipes of docs/recipes are the scripts of examples/, which tests/stack runs with the libraries themselves."""
+"""Tests that the recipes in docs/recipes match the scripts in examples/, which tests/stack runs with the real
+libraries."""
 
 from __future__ import annotations
 

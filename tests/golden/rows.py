@@ -1,9 +1,9 @@
-"""Run the golden rows on N ranks with the tree on PYTHONPATH and write digests of all that a step changes.
+"""Run the golden rows on N ranks with the tree on PYTHONPATH and write digests of all tensors that a step changes.
 
     PYTHONPATH=TREE/src:tests python -m golden.rows --ranks 4 --out FILE [--only TEXT]
 
-FILE: {row: {tensor: [digest of each rank's bytes]}}; tensors are "step 0/weight/NAME" and "step 0/KEY/NAME" of state.
-A row that is refused has {"refused": [class of the exception]}.
+FILE has {row: {tensor: [digest of each rank's bytes]}}; tensors are named "step 0/weight/NAME", and "step 0/KEY/NAME"
+for optimizer state. A row that is refused has {"refused": [class of the exception]}.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Digests = dict[str, str]
 
 
 def digest(value: Tensor) -> str:
-    """Digest all bytes of a tensor, with its dtype and shape."""
     here = value.contiguous()
     head = f"{here.dtype} {tuple(here.shape)}".encode()
     return hashlib.sha256(head + here.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def drawn(name: str, purpose: int, dtype: torch.dtype) -> Tensor:
-    """A full tensor, the same on every rank. `purpose`: -1 for weights, else the step."""
+    """A random full tensor, the same on every rank; `purpose` is -1 for weights, else the step."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {purpose}".encode()))
     return torch.randn(PARAMS[name].shape, generator=generator).to(dtype)
 
 
 def run(row: Row) -> dict[str, Tensor]:
-    """All that steps change on this rank, after each of them, by the names of the file."""
+    """Run all steps of a row. Returns this rank's weights and optimizer state after each step, by the tensor names of
+    the output file."""
     kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], dict[str, Tensor]()
     world = dist.get_world_size() if dist.is_initialized() else 1
     names = [name for name in PARAMS if name not in options.without]
@@ -83,7 +83,7 @@ def run(row: Row) -> dict[str, Tensor]:
 
 
 def table_of(only: str) -> dict[str, Digests]:
-    """All rows on this rank."""
+    """Digests of this rank for all rows whose name contains `only`."""
     warnings.simplefilter("ignore")
     found = {}
     for row in rows_of(dist.get_world_size()):
@@ -97,7 +97,7 @@ def table_of(only: str) -> dict[str, Digests]:
 
 
 def main() -> None:
-    from golden import rows  # by the name under which ranks import it
+    from golden import rows  # The ranks import this module by its full name, not as __main__.
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True)

@@ -1,10 +1,8 @@
-"""The table of golden rows: layouts x options x dtypes x missing gradients, dealt by a seed.
+"""The table of golden rows: combinations of layout, options, dtype and missing gradients, chosen with a fixed seed so
+that each option meets many layouts.
 
-Not all of the product: each pair of world size and layout is dealt options from a pack that holds each of them once and
-is shuffled anew when it is empty. So each option meets many layouts. One process has all options in every dtype.
-
-Layouts are those that the tree itself compares with (`shardmuon.testing`), whose builders are torch's own functions.
-Both trees must build them alike: where they do not, rows differ.
+The layouts come from the tree under test (`shardmuon.testing`), so two trees can only be compared if they build a
+layout alike.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from shardmuon.testing.layouts import LAYOUTS
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of the rows: global shape and options of its group."""
+    """A parameter of the golden rows: its global shape and its parameter group's options."""
 
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,13 +54,13 @@ PARAMS: dict[str, Param] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an optimizer.
+    """A named set of optimizer options.
 
     Attributes:
-        muon: Of the constructor.
-        dtypes: Names of `DTYPES` that it has a meaning for; empty: all.
-        lr_tensor: The learning rate is a tensor.
-        without: Parameters that it refuses.
+        muon: Keyword arguments of the constructor.
+        dtypes: The names in `DTYPES` that the options apply to; empty means all.
+        lr_tensor: Whether the learning rate is a tensor.
+        without: Names of parameters that these options do not support.
     """
 
     muon: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtypes of weights, and of products (None: as the method has them)."""
+    """Dtypes of weights and of matmuls (None: the method's default)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -130,20 +128,20 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# step -> which parameters lack their gradients then
+# For each step, the slice of the parameters that have no gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
-LRS = (0.02, 0.013, 0.05, 0.0307)  # of the steps
-FSDP1 = "fsdp1"  # gets its gradients from a backward pass of its own, so none is missing
-ALONE = ("ddp", "fsdp2")  # that differ from "single" on one rank
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # rows of each layout by world size
+LRS = (0.02, 0.013, 0.05, 0.0307)
+FSDP1 = "fsdp1"  # FSDP1 gets its gradients from its own backward pass, so no gradient is missing.
+ALONE = ("ddp", "fsdp2")  # The layouts in ALONE differ from "single" even on one rank.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, by world size.
 
 
 class Row(NamedTuple):
-    """One comparison: names of the tables above."""
+    """One comparison. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
 
     layout: str
     options: str
@@ -152,19 +150,18 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in print."""
         return f"{self.layout} | {self.options} | {self.dtype} | {self.missing}"
 
 
 def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
-    """Each name once, then shuffled anew, without an end."""
+    """Repeat the names forever, shuffled anew each time."""
     pack = list(names)
     while True:
         yield from draw.sample(pack, len(pack))
 
 
 def rows_of(world: int) -> Iterator[Row]:
-    """The rows on so many ranks, each once."""
+    """The rows for a world size, without duplicates."""
     draw = random.Random(world)
     options, missing = dealt(OPTIONS, draw), dealt(MISSING, draw)
     if world == 1:
@@ -178,8 +175,11 @@ def rows_of(world: int) -> Iterator[Row]:
 
 
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of full tensors. Vectors, for which layouts have no rule, lie beside DTensors as FSDP2 has
-    them, and whole elsewhere. Collective at the first call for these shapes."""
+    """This rank's parts of full tensors; collective at the first call for given shapes.
+
+    Layouts define no placement for vectors, so vectors are sharded as by FSDP2 if the matrices are DTensors, and are
+    whole otherwise.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     case, vectors = LAYOUTS[layout], {name: t for name, t in full.items() if t.ndim == 1}
     made = case.build({name: t for name, t in full.items() if t.ndim > 1}, case.mesh(world))

@@ -1,4 +1,4 @@
-"""Rows of `make golden`: on every layout each has the bits of one process."""
+"""Tests that every row of `make golden` has the bits of one process on every layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from shardmuon.testing import get_pool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
-# Of each layout a row with an option that no layout before it has. On 3 ranks, whose sizes do not divide, all layouts:
-# test_equality.py has all on 4 and every second on 2. Some layouts cut blocks of 8-bit momentum: test_momentum.py.
+# For each layout, use a row with an option that no earlier layout has. All layouts run on 3 ranks, where sizes do not
+# divide evenly; test_equality.py runs all of them on 4 ranks and every second one on 2. 8-bit momentum is left out, as
+# some layouts split its blocks; test_momentum.py covers it.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}
 
@@ -36,7 +37,7 @@ ROWS = _dealt()
 
 
 def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights, momentum and moments of this rank that differ from one process's."""
+    """Names of weights, momentum and AdamW moments on this rank that differ from those of one process."""
     numbers = {name: torch.arange(math.prod(p.shape), dtype=torch.float64).view(p.shape) for name, p in PARAMS.items()}
     elements = {name: local_if_any(t).long() for name, t in placed(row.layout, numbers).items()}
     wrong = []
@@ -51,7 +52,8 @@ def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(("world", "row"), ROWS, ids=str)
 def test_every_layout_has_the_bits_of_one_process(world: int, row: Row) -> None:
-    """What stages keep lies otherwise on ranks: test_variants_layouts.py."""
+    """The state of post-processing stages (NorMuon, ..) is sharded differently and is compared in
+    test_variants_layouts.py."""
     whole = rows.run(row._replace(layout="single"))
     assert get_pool(world).run(_differing, row, whole) == [[]] * world
 

@@ -1,4 +1,5 @@
-"""One norm over every parameter and every rank: the dense one's bits, the same on each rank, or an error on each."""
+"""Tests of gradient clipping: the norm over all parameters and ranks has the bits of one process on each rank, or each
+rank raises an error."""
 
 from __future__ import annotations
 
@@ -30,7 +31,6 @@ ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
 
 def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
-    """A parameter of zeros that lies as a tensor does, with this gradient."""
     param = nn.Parameter(torch.zeros_like(like))
     param.grad = grad
     return param
@@ -38,7 +38,8 @@ def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
 
 # --------------------------------------------------------------------------------------------------- every layout
 
-VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}  # AdamW's; shorter than the ranks, too
+# AdamW updates the vectors; some have fewer elements than there are ranks.
+VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}
 
 
 def _model(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Gradients, their norm, and what one process makes of them, the same for every layout."""
+    """Gradients, their norm, and the clipped gradients of one process, which are the reference for every layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -69,7 +70,7 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """True for each dtype and order where norm and clipped gradients have the bits that one process finds."""
+    """Differences from one process in the norm or in a clipped gradient, described for each dtype and norm order."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():
@@ -92,7 +93,7 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     sorted((4 if len(case.mesh(4)) > 1 or at % 2 else 3, name) for at, (name, case) in enumerate(LAYOUTS.items())),
 )
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    """Bits are equal by the usual order on every layout, in turn by one of the others or in bf16, too."""
+    """Every layout is tested with order 2; every other layout also in bf16, and the rest with another order."""
     at = list(LAYOUTS).index(layout)
     orders = (2.0, ORDERS[1 + at // 2 % (len(ORDERS) - 1)])
     runs = {torch.float32: orders[:1], torch.bfloat16: orders[:1]} if at % 2 else {torch.float32: orders}
@@ -106,9 +107,7 @@ def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtype: torch.dtype) -> None:
     grads = [normal(*shape, seed=len(shape)).to(dtype) for shape in ((7, 5), (3,))]
-    ours, theirs = (
-        [_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads])
-    )  # the oracle sums in fp64
+    ours, theirs = ([_param(g, g) for g in of] for of in (grads, [g.to(torch.float64, copy=True) for g in grads]))
     before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
     below = clip_grad_norm_(ours, 1.01 * float(exact), order)
@@ -116,10 +115,10 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     found = clip_grad_norm_(ours, 0.5, order)
     assert torch.equal(below, found) and found.dtype == torch.float32
     assert_rounded(found, exact.float(), roundings=0)
-    factor = 0.5 / (found + 1e-6)  # rounded to fp32, never to the gradient's dtype
+    factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
-        # ours: norm + 1e-6, the quotient, the product, its cast; theirs: a cast
+        # shardmuon rounds norm + 1e-6, the quotient, the product and its cast. torch rounds a cast.
         assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
@@ -132,7 +131,7 @@ def test_a_norm_that_is_not_finite_is_refused_or_spreads_as_in_torch(bad: float)
     assert str(ours.grad) == str(theirs.grad)
     assert not math.isfinite(float(clip_grad_norm_(ours, 1.0)))
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert_rounded(ours.grad, theirs.grad, roundings=0)  # NaN beside NaN, zero beside zero
+    assert_rounded(ours.grad, theirs.grad, roundings=0)
 
 
 @pytest.mark.parametrize("options", [{"norm_type": 0}, {"norm_type": -1}, {"norm_type": math.nan}, {"max_norm": -1.0}])
@@ -168,18 +167,18 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # each value scaled and squared, a sum, a root, scaled back
+    # The sum is rounded when both values are scaled and squared, added, and scaled back after the square root.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)  # the root of an exact sum, and sqrt(2) itself
+    # The norm is a rounded root of an exact sum, and sqrt(2) is rounded as well.
+    assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
 # ------------------------------------------------------------------------------------------------ groups of ranks
 
 
 def _sharded(full: Tensor, mesh: Any, *placements: Any, grad: Tensor | None = None) -> nn.Parameter:
-    """A parameter whose gradient is `full`, or `grad`."""
     cut = distribute_tensor(full, mesh, list(placements), src_data_rank=None)
     return _param(cut, cut if grad is None else grad)
 
@@ -189,7 +188,7 @@ def _unused(full: Tensor, mesh: Any) -> nn.Parameter:
 
 
 def _uneven(part: Tensor, mesh: Any) -> nn.Parameter:
-    """A shard of (6, 3) of a size of its own."""
+    """A row shard of a (6, 3) tensor that may have any number of rows."""
     cut = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
     return _param(cut, cut)
 
@@ -203,7 +202,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """A call of this rank: parameters, and the norm, or what is said on every rank."""
+    """One rank's call of clip_grad_norm_: the parameters, and the expected norm or error."""
 
     source: Any
     wanted: float | str
@@ -212,7 +211,7 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Tensors on four ranks, which are two rows and two columns."""
+    """Sharded tensors on a 2 x 2 mesh of four ranks."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -222,7 +221,8 @@ class Data:
         self.rows, self.columns, self.own = ([normal(*size, seed=s) for s in range(4)] for size in sizes)
         self.shared, self.other, self.whole = normal(7, 2, seed=20), normal(2, 6, seed=21), normal(6, 3, seed=22)
         self.large = normal(16, 8, seed=23)
-        self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]  # sums are exact in any order
+        # All elements are integers, so that sums are exact in any order.
+        self.counts = [torch.arange(24.0).view(6, 4) - 5 * r for r in range(4)]
         self.row = _sharded(self.rows[self.rank // 2], self.mesh["a1"], Shard(0))
         self.column = _sharded(self.columns[self.rank % 2], self.mesh["a0"], Shard(1))
         self.all_of = _sharded(self.shared, self.flat, Shard(0))
@@ -234,7 +234,8 @@ class Data:
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
-        """Ranks 0 and 3 are each in one group only; 1 and 2 see that there is no common sum."""
+        """Parameters on the groups (0, 1), (1, 2) and (2, 3). Ranks 1 and 2, which are in two groups, can detect that
+        no group contains all of them."""
         pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
         return [(f"pair {at}", _sharded(self.columns[at], mesh, Shard(0))) for at, mesh in meshes]
@@ -393,12 +394,13 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# What a rank passes; with the first two the others go on.
+# The changes that a rank makes in one call. With the first two changes, the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """One or two ranks pass something else than before; what was kept of the parameters stays with the others."""
+    """Repeat calls in which one or two ranks change their arguments, while the other ranks use what they cached for
+    their parameters."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
@@ -408,7 +410,7 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):  # never all that share one
+        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):  # The ranks that share a tensor never all change.
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
             param.grad, order = bad.get(change, param.grad), -1.0 if change == "norm_type" else 2.0
@@ -428,7 +430,8 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Norms of lists that begin with one tensor and go on with others, which lie otherwise."""
+    """Norms of pairs of tensors: the first tensor is always the same, and the second alternates between sharded and
+    plain."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
@@ -440,7 +443,7 @@ def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool
 
 
 def _gone() -> bool:
-    """Neither tensors nor what was kept of them live on because they were clipped."""
+    """Whether tensors and the objects cached for them are freed after clipping."""
     params = [_sharded(normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)
     bound = _BOUND[params[0]]
@@ -460,7 +463,7 @@ def test_what_is_kept_of_parameters_ends_with_them(world3: RankPool) -> None:
 
 
 def _events(num_params: int) -> dict[str, int]:
-    """How often the second clipping of so many DTensors calls what computes."""
+    """How often each torch operator runs in the second clipping of `num_params` DTensors."""
     mesh = mesh_of((dist.get_world_size(),))
     params = [_sharded(torch.ones(8, 16), mesh, Shard(0)) for _ in range(num_params)]
     optimizer = Muon([{"params": [(f"w{i}", p) for i, p in enumerate(params)]}], lr=1e-3)
@@ -474,4 +477,5 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)  # waits for a device
+        # `_local_scalar_dense` waits for the device.
+        assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

@@ -1,4 +1,5 @@
-"""The table that ranks make of what each says: it names exactly the elements that each rank stores."""
+"""Tests of `bind`, which exchanges the ranks' descriptions of their parameters: the resulting layouts must name exactly
+the elements that each rank stores."""
 
 from __future__ import annotations
 
@@ -32,7 +33,6 @@ PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in 
 
 
 def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Listed]:
-    """List parameters as an optimizer does, each in a group of its own."""
     groups = [{"params": [p], "param_names": [name], **PARAMS[name].options, **options} for name, p in params.items()]
     optimizer = Muon([{**g, "params": [(g["param_names"][0], g["params"][0])]} for g in groups], lr=0.1)
     return [
@@ -42,7 +42,8 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
 
 
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
-    """Parameters of which the table says something else than what is stored here, and digests of its layouts."""
+    """Names of the parameters whose layout differs from what this rank stores, and the digests of all layouts that span
+    the world."""
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
     listed = _listed(parameters(case.build(full, case.mesh(world))), case.options(world))
@@ -72,7 +73,8 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """Of each stack: its experts, those of which this rank has numbers by its table, and those that it stores."""
+    """For each stack, return all experts, the experts whose per-expert state this rank stores, and the experts whose
+    weights it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
     table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
@@ -91,13 +93,15 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")  # a mesh axis cuts the experts and nothing else
+# In OF_STORED, one mesh axis shards the experts, and no axis shards anything else.
+OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")
 ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 
 
 @pytest.mark.parametrize("layout", [*OF_STORED, "hsdp", "two dims", "one dim twice", *ON_NO_MESH])
 def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world4: RankPool) -> None:
-    """Numbers lie in the order of the experts; where no axis of a mesh cuts the experts, a rank has those of all."""
+    """Per-expert state is in the order of the experts. Where no mesh axis shards the experts, a rank has the state of
+    all experts."""
     for found in world4.run(_kept, layout):
         for experts, told, stored_here in found:
             if layout in ON_NO_MESH:
@@ -107,23 +111,24 @@ def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world
 
 
 def _read(placement: Placement) -> int:
-    """How many storages a table is made with fingerprints of."""
+    """The number of tensors whose fingerprint `bind` computes on this rank."""
     local = torch.empty(2, 6, device="meta")
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []
-    pair = Listed("b", "b", torch.ones(4, 6), {"use_muon": True, "process_group": (0, 1)}, {})  # of ranks 0 and 1
+    pair = Listed("b", "b", torch.ones(4, 6), {"use_muon": True, "process_group": (0, 1)}, {})
     listed = [Listed("a", "a", param, {"use_muon": True}, {}), *[pair] * (dist.get_rank() < 2)]
     bind(listed, fingerprint=lambda storage: seen.append(storage) or 0)  # type: ignore[func-returns-value]
     return len(seen)
 
 
 def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
-    """What is sharded alone may lie on meta still, and takes seconds to read where it is offloaded."""
+    """A tensor without replicas may still be on the meta device, and takes seconds to read if it is offloaded."""
     assert [world4.run(_read, how) for how in (Shard(0), Replicate())] == [[1, 1, 0, 0], [2, 2, 1, 1]]
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """200 grids of shuffled ranks, several in one component: each rank's two groups give the whole grid to all."""
+    """200 random cases of up to three grids of shuffled ranks: from each rank's two groups, every rank must find its
+    whole grid."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
@@ -140,7 +145,7 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
                     wanted[ties] = tuple(sorted(rows))
         assert _grids_of(known) == wanted
     start = time.process_time()
-    _grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})  # each has tensors of its own
+    _grids_of({rank: [Ties((rank,), (rank,))] for rank in range(1 << 14)})
     assert time.process_time() - start < 2.0
 
 
@@ -148,7 +153,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # of ranks 0, 1, ..: parts and mates
+    ("known", "message"),  # Each entry of `known` is a pair (tp_group, process_group) of ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

@@ -1,4 +1,4 @@
-"""Flat shards: what each part of a matrix is, and what ranks say that does not fit together."""
+"""Tests of flat shards: which part of a matrix each range is, and which inconsistent ranges are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
 
 
 def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
-    """DeepSpeed keeps flats on the CPU and the model's parameters on the accelerator, here torch's "meta"."""
+    """DeepSpeed keeps flat buffers on the CPU and the model's parameters on the accelerator, for which the "meta"
+    device stands in."""
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = _make_shard(flat, _Slice(model, 5, 12, 8), None)
     on_one = _make_shard(flat, _Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)

@@ -1,6 +1,6 @@
-"""Pieces on meshes: what each rank stores by its placements, beside `torch.chunk` carried out on indices.
+"""Tests that the part of a tensor stored by each rank of a mesh equals `torch.chunk` applied to indices.
 
-How two dims and several axes are read is compared with what torch stores, in test_dtensor.py.
+Sharding of two dims and by several axes is compared with torch's own storage in test_dtensor.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shardmuon.layout.views import Ints
 
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
-    """Return what a part of an axis keeps of `before` shards of these indices; `chunk` makes fewer of few."""
+    """The indices of one part if each of `before` equal shards is chunked into `num_parts`. `chunk` may return fewer
+    parts than asked for."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -29,11 +30,10 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """One to four axes cut a dim in any order, as `fully_shard` does inside the chunks of tensor parallelism: a factor
-    counts the shards that axes listed later had made before. What is left of the last one's are shards of an axis that
-    is gathered."""
+    """One to four axes shard a dim in any order, as `fully_shard` does within tensor-parallel shards. The split factor
+    of an axis counts the shards made before it by axes that come later in the mesh, and by a gathered axis."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    order = data.draw(st.permutations(range(len(mesh))))  # the axis that cuts first comes first
+    order = data.draw(st.permutations(range(len(mesh))))  # The permutation lists axes in the order in which they shard.
     gathered = data.draw(st.integers(1, 3))
     size = data.draw(st.integers(1, 40))
     placements = []
@@ -52,19 +52,19 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
-    """What a DTensor's engine says of these shapes of storages."""
+    """The layout that DTensorEngine derives from local shards of the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, mesh, tuple(extents), placements), extents, ())
 
 
 def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
-    """Two rows on three ranks: the last one stores nothing, in a shape that no placement says."""
     first, second = (stored_by((2, 3), (3,), (Shard(0),), [(1, 3), (1, 3), (0, n)]) for n in (0, 3))
     assert first == second
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """Those, too, that torch's own distribute_tensor makes of 13 rows on 3 x 2 ranks: it reads from left to right."""
+    """One refused case is 13 rows on 3 x 2 ranks as placed by torch's own distribute_tensor, which shards from left to
+    right and ignores the split factor."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

@@ -1,5 +1,5 @@
-"""Choice of the orthogonalizer by rule, the same on every rank, said in the plan; and how results come about: flags,
-wires, results that are not finite."""
+"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and printed in the plan, and of
+precision flags, wire dtypes and non-finite results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "share"),
     [
         *((name, form, 96, n, 1.0) for name, form, n in SMALL),
-        # symmetric products of large matrices take ten of sixteen tiles on a CPU
+        # On a CPU, symmetric products of large matrices compute ten of sixteen tiles.
         *(("keller", form, m, n, 0.625) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -52,22 +52,24 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = sum(flops(method, m, n, coefficients, dtype, share))
-    if method == "gram" and dtype == FP16:  # a restart in emulated fp16 takes whole products, not split ones
+    if method == "gram" and dtype == FP16:  # In emulated fp16, a restart computes full products instead of split ones.
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        assert 0.98 < counter.get_total_flops() / counted < 1.02  # rows of blocks do not divide evenly
+        # Row blocks may have unequal sizes, so the FLOPs estimate is not exact.
+        assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "share", "with_n", "small"),
-    [  # m = 128: m^2 n, and m^3; in fp64 no restart is needed
+    [  # `with_n` counts multiples of m^2 n and `small` those of m^3, for m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 1.0, 20, 10),
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),
         ("gram", KELLER, FP64, 512, 0.5, 3, 17),
-        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # one restart in fp32: from X
+        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32 the Gram form has one restart, which begins from X.
         ("gram", POLAR, FP32, 512, 0.5, 6, 14),
-        # in fp16 and above n/m = 7/3 it is local: 3 m^2 n + 14 m^3, split products 6 m^3, merging the Q's 2 m^3
+        # With fp16 and n/m above 7/3 the restart is local: 3 m^2 n + 14 m^3, split products 6 m^3, and 2 m^3 to merge
+        # the Q factors.
         ("gram", POLAR, FP16, 512, 0.5, 3, 22),
         ("gram", POLAR, FP16, 128, 0.5, 6, 14),
     ],
@@ -130,8 +132,8 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """A step of a matrix on two ranks of which the second has another machine ("auto") or other flags of precision: the
-    plan, and whether nothing has changed."""
+    """Step one matrix on two ranks, of which the second reports another machine ("auto") or sets another precision
+    flag. Returns the plan's text, and whether the weight was left unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()
@@ -150,8 +152,9 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     ("method", "says"),
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
-        ("torch", r"machines differ.*fp32_precision"),  # it leaves flags as the process has them
-        ("standard", r"^(?!.*machines differ)"),  # the others set their own
+        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the precision flags of the process.
+        # Unlike "torch", the method "standard" sets the precision flags itself.
+        ("standard", r"^(?!.*machines differ)"),
     ],
 )
 def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str, world2: RankPool) -> None:
@@ -166,7 +169,7 @@ def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str,
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that came in so is not made to look sound, and nothing is said of it."""
+    """A matrix whose gradient is already non-finite stays non-finite, and no warning names it."""
     x, watch, real = normal(4, 8, 40), FiniteWatch(), ITERATIONS["gram"]
     x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")
@@ -187,7 +190,7 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Restarts keep noise in the null space from overflowing, and no fallback is needed."""
+    """Restarts keep rounding noise in the null space from overflowing, so that no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
     values = torch.linalg.svdvals(found.double())
@@ -206,7 +209,8 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch 2.11 of its own module
+# torch 2.11 raises this warning in its own code.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo
 
@@ -229,7 +233,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # method, dtype of the products, the wire
+WIRES = [  # Each row has the method, the matmul dtype and the wire dtype.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),
@@ -252,7 +256,7 @@ def test_half_precision_products_travel_in_bf16_and_one_process_rounds_alike(
     options: dict[str, Any] = {"method": method, "ns_dtype": dtype}
     found = world2.run(_travelled, options)
     assert [bitwise for bitwise, _ in found] == [True, True]
-    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize  # half of it each way
+    assert sum(sent for _, sent in found) == 12 * 48 * wire.itemsize
     p = nn.Parameter(torch.zeros(12, 48))
     p.grad = normal(12, 48, seed=3)
     Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **options).step()

@@ -1,4 +1,5 @@
-"""Error to the polar factor of every schedule on five spectra, and what rounding adds to it by method and dtype."""
+"""Tests of each schedule's distance to the polar factor on five spectra, and of the rounding error that each method and
+dtype adds."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @lru_cache
 def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
-    """One of SPECTRA in fp64, its polar factor, and how far that may be off."""
+    """One of SPECTRA in fp64, its polar factor, and an error bound of that factor."""
     x = spectrum(*SPECTRA[at])
     return x, polar_factor(x), polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)
 
@@ -47,26 +48,28 @@ def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
 @pytest.mark.parametrize(("name", "steps"), CASES, ids=str)
 @_where(SPECTRA)
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
-    """Schedules leave their known error in fp64; bounds have the rounding of the steps and of the reference."""
     coefficients, (x, polar, off) = schedule(name, steps).triples, _with_polar(at)
     found = orthogonalize(x[None], coefficients, dtype=FP64)[0]
     rounding = orthogonalization_bound(coefficients, FP64, x) + off
     assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
-# bf16 in the Gram form is refused, see test_gram
+# The Gram form in bf16 is refused, see test_gram.py.
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{steps}" for name, steps in CASES])
 @_where(SPECTRA_AND_RANK_1)
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
-    """Rounding adds most in the null space of low ranks: noise of every dtype is orthogonalized there, too. A single
-    value, 1 once it is divided by the norm, keeps its sign, which some published sets flip. Two kinds of products for
-    each: every kind meets every spectrum (three schedules or more) and every schedule (two spectra)."""
+    """Rounding errors are largest in the null space of matrices of low rank, whose noise is orthogonalized, too. A
+    single singular value is 1 after normalization and must keep its sign, which some published schedules flip.
+
+    Each case runs two combinations of method and dtype, so that every combination meets every spectrum and every
+    schedule at least twice.
+    """
     chosen = schedule(*list(CASES)[number])
     x, u, s, vh = _decomposed(at)
-    exact = (u * chosen(s / s.norm())) @ vh  # by singular values
+    exact = (u * chosen(s / s.norm())) @ vh
     for turn in (0, 2):
         method, dtype = PRODUCTS[(at + number + turn) % len(PRODUCTS)]
         found = orthogonalize(x[None], chosen.triples, method=method, dtype=dtype)[0]

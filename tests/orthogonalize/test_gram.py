@@ -1,4 +1,5 @@
-"""Newton-Schulz on the Gram matrix gives the standard form's result, and symmetric products what full ones give."""
+"""Tests that Newton-Schulz on the Gram matrix equals the standard form within rounding, and that symmetric products
+equal full ones."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: in
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Polar Express, fp16, n = 4 m: both stay within the bound of one restart. The local one takes less memory."""
+    """With Polar Express, fp16 and n = 4 m, local and full restarts both stay within the error bound of one restart,
+    and the local one needs less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
@@ -55,7 +57,7 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num", [1, 3])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
     x = torch.randn(num, num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
-    square = (num, num_rows, num_rows)  # `Products` expects symmetric results of the short side's size
+    square = (num, num_rows, num_rows)  # symmetric products have the size of the short side
     products, of_one = (Products(shape, x.device, x.dtype) for shape in (square, square[1:]))
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])
@@ -64,7 +66,7 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     count = _row_blocks(num_rows, 130, torch.float64)
     assert (count > 1) == (num_rows > 192)
     last = num_rows * (count - 1) // count
-    # what stands off the diagonal blocks is mirrored, not computed twice
+    # Blocks off the diagonal are copied from their transposes, not computed twice.
     assert torch.equal(gram[:, :last, last:], gram[:, last:, :last].mT)
     poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=torch.empty_like(gram))
     sizes = 4.775 * gram.abs() + 2.0315 * gram.abs() @ gram.abs()
@@ -75,14 +77,15 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Either side: a product and a sum for each term at most, two scalings and the sum of the two matrices."""
+    """Compare the result with the expected matrix. Both computations round a product and a sum per term at most, two
+    scalings, and the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])  # restarts must not be put off by a first slope of 0
+FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])  # A first step with slope 0 must not delay the restarts.
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 
@@ -95,8 +98,8 @@ def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (row
 
 @cache
 def low_and_full_ranks() -> list[torch.Tensor]:
-    """Matrices over shapes, ranks from 1 to full, and spectra, in fp32. Low ranks are the worst: null spaces amplify
-    rounding most."""
+    """fp32 matrices over shapes, ranks from 1 to full, and spectra. Low ranks are the hardest cases, as their null
+    space amplifies rounding errors most."""
     return [
         of_rank(rank, *shape, kind)
         for shape in SHAPES
@@ -122,11 +125,12 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize(
     ("dtype", "beside", "factor"),
     [
-        # 3 bits; without restarts it loses 4 and more
+        # The Gram form may lose 3 bits against the standard form; without restarts it would lose more than 4.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
-        # Both are far off on low ranks: null spaces are rounding, raised by the slope, and bf16 has 3 bits less. What
-        # the Gram form loses of these it must not lose twice: "auto" takes it for the standard form in bf16.
+        # The Gram form in fp16 and the standard form in bf16 both have large errors on low ranks, where the null space
+        # is amplified rounding noise. "auto" may choose the Gram form in fp16 instead of the standard form in bf16, so
+        # the Gram form must not have the larger error.
         (torch.float16, torch.bfloat16, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""The orthogonalizers against torch's own and against the polynomial of singular values."""
+"""Tests of the orthogonalizers against torch's and against the polynomial of the singular values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon.orthogonalize import orthogonalize
 
-CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8  # (15, -10, 3) / 8: the Taylor series, converges to 1
-MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))  # a triple of its own per step
+# The coefficients (15, -10, 3) / 8 are a Taylor series, which converges to 1.
+CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8
+MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
 OTHER = (3.0, -3.2, 1.2)
 SHAPES = [(4, 4), (3, 8), (8, 3), (1, 6), (6, 1), (1, 1), (17, 33), (33, 17), (64, 128), (96, 200), (250, 96)]
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -26,7 +27,7 @@ METHODS = ("standard", "gram", "torch")
     ("shape", "dtype", "size", "coefficients"),
     [
         *((shape, dtype, 0.01, KELLER) for shape in SHAPES for dtype in (FP32, BF16, FP64)),
-        # norms that torch clamps, other steps
+        # Some norms are so small that torch clamps them.
         *(((9, 20), FP32, size, (OTHER,) * steps) for size in (1.0, 1e-8, 1e-12) for steps in (1, 3, 9)),
     ],
     ids=str,
@@ -62,7 +63,8 @@ def test_singular_vectors_stay_and_values_go_through_the_polynomial(
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs without such instructions round fp32 products at the same places."""
+    """On CPUs without half-precision instructions, fp32 products are rounded at the points where the instructions would
+    round."""
     x = normal(24, 60)
     monkeypatch.setattr(importlib.import_module("shardmuon.orthogonalize"), "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
@@ -87,7 +89,7 @@ def _batch(shape: tuple[int, int], dtype: torch.dtype = FP32, count: int = 4) ->
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
 @pytest.mark.parametrize("lay", ["contiguous", "transposed", "strided", "expanded"])
 def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> None:
-    """`.bfloat16()` of a bf16 tensor is the same tensor, `.float()` of an fp32 one too."""
+    """`.bfloat16()` of a bf16 tensor and `.float()` of an fp32 tensor return the tensor itself."""
     x = _batch((6, 11), dtype)
     x = {
         "contiguous": x,
@@ -108,7 +110,8 @@ def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("power", [-110, -40, 40, 110])
 def test_powers_of_two_change_no_bit(power: int, dtype: torch.dtype, method: str) -> None:
-    """2 ** 110 is 1.3e33. Products of such numbers overflow or vanish in fp32."""
+    """2 ** 110 is 1.3e33. Products of such large values overflow in fp32, and products of values near 2 ** -110
+    underflow."""
     x = _batch((6, 11), dtype, count=2)
     assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
 

@@ -1,4 +1,5 @@
-"""Plans chosen by price: the shares of a training step that are promised, and what choices must not change."""
+"""Tests of plans chosen by estimated time: their share of a training step, and that the choices leave everything else
+unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
-# Percent of a training step of 4 M tokens on H100s that a step takes beside AdamW's: what was promised, and what it is.
+# Time of an optimizer step without AdamW's part, in percent of a training step with 4 M tokens on H100s: the upper
+# limit and the current value.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -36,7 +38,7 @@ TABLE = {
     ("llama3-70b", "shard=64 tp=8"): (1.5, 0.856),
     ("kimi-k2", "pp=4 shard=64 ep=64"): (3.5, 3.47),
 }
-# GiB that a step takes at most beyond what is kept, of the rank with most.
+# Upper limits in GiB of a step's temporary memory on the rank that needs most.
 PEAKS = {
     ("llama3-8b", "shard=8"): 1.55,
     ("llama3-8b", "dp=8 shard=8"): 2.25,
@@ -52,13 +54,13 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    assert f"{percent:.3g}" == f"{stated:.3g}"  # a pricer that says less has been loosened
+    assert f"{percent:.3g}" == f"{stated:.3g}"  # A lower value would mean that the estimate has been loosened.
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """A drawn decoder on a drawn mesh, and the ranks of a replica."""
+    """Parameter specs of a random decoder on a random mesh, and the number of shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -70,7 +72,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """The plan with every other number of buckets up to 16, whole or cut by owners, and either order."""
+    """Variants of a plan with up to 16 buckets, in either order, whose buckets are whole or split into parts with
+    different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)
@@ -98,7 +101,8 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 3 %, and three latencies between nodes: what makes replicas equal is worth a little."""
+    """For sharing the work, the planner accepts a time that is longer by 3 % and three inter-node latencies, because
+    shared results keep the replicas equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)
@@ -114,8 +118,9 @@ def _num_owners(made: Plan) -> int:
 
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
-    """A dense matrix on one of four ranks that have eight experts each: others take those. Where stages keep
-    numbers of them, which travel, each stays with its holder."""
+    """One of four ranks owns a dense matrix, and each rank has eight experts. Other ranks of the node take experts over
+    from the busy rank, unless a post-processing stage (NorMuon, ..) keeps per-expert state, which would have to be
+    sent as well."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -126,7 +131,7 @@ def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
 
 
 def _machine_of_file(name: str) -> Machine:
-    """Its middle values, as whole numbers."""
+    """A machine with the middle values of a hardware file, in integers."""
     of, file = Hardware.load(name).middle, Hardware.load(name)
     network = of("nic") * min(1.0, of("nics_per_node") / of("gpus_per_node")) * of("nic_efficiency")
     passes = of("memory_bandwidth") * of("memory_efficiency"), of("link") * of("link_efficiency"), network
@@ -138,7 +143,8 @@ def _machine_of_file(name: str) -> Machine:
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
-    """One without a row is named; one of a user's own is an option, which ranks compare by its text."""
+    """A machine without a row in the table is reported as unknown. A user's own machine is an option, which ranks
+    compare by its text."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")
@@ -153,7 +159,7 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """Compared for matrices that move, without the vote and what a step takes in any case."""
+    """Only matrices that are communicated are compared, without the vote and the constant costs of a step."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
@@ -168,7 +174,8 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
-    """Numbers of owners, and the plan, of two replicas of two shards each; rank 3 may be another machine."""
+    """The number of owners per matrix and the plan's text for two replicas of two shards; rank 3 may report another
+    machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(
@@ -190,6 +197,6 @@ def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
 def test_each_replica_works_for_itself_where_that_is_cheaper_and_machines_are_alike(
     machine: Machine, unlike: bool, owners: int, told: str, world4: RankPool
 ) -> None:
-    """Replicas on machines that differ would drift apart."""
+    """Replicas that computed on different machines would drift apart."""
     for found, text in world4.run(_replicas, machine, unlike):
         assert found == [owners] * len(SHAPES) and told in text

@@ -1,4 +1,4 @@
-"""The order of a step's operations on a clock."""
+"""Tests of the simulated timeline of a step."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ import pytest
 from shardmuon.price import clock
 from shardmuon.price.clock import BucketTimes
 
-B = BucketTimes  # pack, gather, orthogonalize, scatter, apply, fill, relay, finish
+B = BucketTimes  # The fields are pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
 
 
 @pytest.mark.parametrize(
     ("ranks", "first", "last", "overlap", "ends"),
     [
-        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # one bucket is the sum of its parts
-        # links never rest between the first pack and the last apply; without overlap nothing passes beside products
+        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # A single bucket takes the sum of its phases.
+        # The links are never idle between the first pack and the last apply. Without overlap, no communication runs
+        # during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
-        ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),  # products hide what travels
-        # an exchange begins when its last rank has given it, and a rank idles until the other has its result
+        # Orthogonalization hides the communication.
+        ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),
+        # An exchange starts when the last rank has packed its data, and a rank idles until the other rank has its
+        # result.
         ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
-        ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),  # it waits for nobody
-        # in unlike orders ranks wait for each other, and end, later than at 9 as in the same order
+        # A bucket without an exchange waits for no other rank.
+        ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),
+        # Ranks that run the buckets in different orders wait for each other and end later than 9, the end with equal
+        # orders.
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "cba")], 0, 0, 1.0, [11, 12]),
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "abc")], 0, 0, 1.0, [9, 9]),
     ],
@@ -42,18 +47,17 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
         slow, fast = (clock.run([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
         computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
         carried = sum(w.gather + w.scatter for w in works)
-        rounding = 2.0**-40  # of a few dozen sums of numbers below 1
+        rounding = 2.0**-40  # The bound covers the rounding of a few dozen sums of numbers below 1.
         assert max(computed, carried) - rounding <= fast.end <= slow.end + rounding
         assert slow.end <= computed + carried + rounding
         assert abs(slow.waited - carried) <= rounding
 
 
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
-    """A relay is given when the next bucket is computed, and what it brings is applied at the end."""
     works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = clock.run([works], 0.0, [0.0], 1.0)
     relays = [e.start for e in course.events if e.phase == "relay"]
-    assert relays == [20.0, 30.0, 38.0]  # the last one waits for the one before it
+    assert relays == [20.0, 30.0, 38.0]
     assert (course.end, course.waited) == (38.0 + 8.0 + 1.0, 14.0)
 
 

@@ -1,4 +1,4 @@
-"""Plans: owners are balanced, plans are equal on all ranks, and planning stays cheap at a thousand ranks."""
+"""Tests that owners are balanced, that plans are equal on all ranks, and that planning a thousand ranks is fast."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec
 EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
-    "16 ranks": (transformer(16, 12, 384), 10 / 9),  # three each of costs 1, 3, 4, 4: longest first gives 10 for 9
-    # 48 matrices of costs 1, 3, 4, 4 on 24 ranks: two each, so some rank has 4 + 3 at best, 7 / 6 of the mean
+    # 48 matrices of costs 1, 3, 4, 4 on 16 ranks are three per rank; longest-first assignment gives one rank 10, where
+    # the mean is 9.
+    "16 ranks": (transformer(16, 12, 384), 10 / 9),
+    # 48 matrices of costs 1, 3, 4, 4 on 24 ranks are two per rank, so at best some rank has 4 + 3, which is 7 / 6 of
+    # the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
 }
@@ -46,9 +49,9 @@ def test_the_most_loaded_rank_is_near_the_mean_or_the_largest_matrix(job: str) -
 
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
-    """The result, and the seconds that it took on a core which counts a million in 25 ms.
+    """The result, and the seconds it would take on a core that counts to a million in 25 ms.
 
-    Machines are shared: how fast this one is now, a loop just before and just after says.
+    A loop just before and just after measures the current speed of this machine, which other jobs may slow down.
     """
 
     def loop() -> float:
@@ -58,7 +61,7 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
         return time.process_time() - start
 
     gc.collect()
-    gc.disable()  # other tests' objects are not this one's to collect
+    gc.disable()  # Disabling garbage collection keeps objects of earlier tests out of the measured time.
     try:
         before, start = loop(), time.process_time()
         made = make()
@@ -87,13 +90,13 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    assert 0 < sent < 20 * mean  # one matrix more or less is 60% of the mean at this scale
+    assert 0 < sent < 20 * mean  # A single matrix is 60% of the mean at this scale.
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """Some buckets, so that something travels while another is orthogonalized; fewer where owners have fewer matrices:
-    in a bucket of which it owns nothing a rank would wait for others."""
+    """A step has several buckets so that communication overlaps with orthogonalization, but fewer where owners have few
+    matrices: in a bucket without a matrix of its own, a rank would idle."""
     d, inner = 4096, 11008
     kinds = [
         spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
@@ -104,11 +107,11 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     owners = [len({plan.items[n].owners for n in bucket.items}) for bucket in plan.buckets]
     assert owners == [min(ranks, 7 * 32)] * buckets
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
-    assert costs in (sorted(costs), sorted(costs, reverse=True))  # what takes least goes first or last, by price
+    assert costs in (sorted(costs), sorted(costs, reverse=True))  # The cheapest bucket must be first or last.
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """Reasons are said once, and compared by nobody."""
+    """A reason that applies to many matrices is printed once, and the digest leaves reasons out."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
     assert all(text in str(plan) for text in ("0.qkv", "24x8", "owner", "most loaded rank"))

@@ -1,4 +1,4 @@
-"""Plans and programs: which rank does what, and that it is done once."""
+"""Tests of plans and programs: which rank does which work, and that no work is done twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, m
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str, policy: Policy) -> None:
-    """A second writer with the same value shows in no result."""
+    """A second write of the same value would not change any result, so writes are counted."""
     cases = [(name, LAYOUTS[layout](make()), i) for name, make in VIEWS.items() for i in (0, 1)]
     plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
     weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
@@ -62,7 +62,6 @@ def _loads(loads: Sequence[Load]) -> list[tuple[Ints, BufferPlace]]:
 
 
 def _written(numel: int, blocks: Iterable[tuple[Ints, BufferPlace]], told: Iterable[KeptLoad] = ()) -> torch.Tensor:
-    """How often each element of a buffer is written."""
     out = torch.zeros(numel)
     for sizes, place in blocks:
         out.as_strided(sizes, place.strides, place.start).add_(1)
@@ -88,7 +87,7 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
 
 
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
-    """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
+    """Rank 0 alone stores a small matrix, so the three large ones are assigned to the other ranks."""
     small = spec("small", along(matrix_view((4, 4)), 0, {0: [(0, 4)], 1: [], 2: [], 3: []}))
     large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
     assert [(item.owners, item.route) for item in make_plan([*large, small], Policy()).items] == [
@@ -98,7 +97,8 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """8 matrices on 2 x 2 ranks: what a rank passes on to one other are two blocks at most, whatever stages keep."""
+    """With 8 matrices on 2 x 2 ranks, a rank relays to each other rank in at most two blocks, with or without state of
+    post-processing stages (NorMuon, ..)."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -106,12 +106,12 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
         program, alone = (make_program(one, one.buckets[0], rank) for one in (plan, bare))
         assert program.relay is not None and program.relay.told
         assert len(program.relay.passed) == len(program.relay.copies) == 1
-        for peer in (2, 3) if rank < 2 else (0, 1):  # the other replica
+        for peer in (2, 3) if rank < 2 else (0, 1):
             assert program.gather.sent[peer] == alone.scatter.sent[peer] == 0
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
-    """Rank 1 cuts its local matrices of two sets into buckets together, of which rank 0 knows one set only."""
+    """Rank 1 packs its local matrices of two rank sets into the same buckets, while rank 0 is only in the first set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
@@ -126,12 +126,12 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
     cuts = [[b for b in plan.buckets if b.ranks == (1,)] for plan in plans]
     assert [len(of_rank) for of_rank in cuts] == [1, 3, 2] and not any(b.exchange for of_rank in cuts for b in of_rank)
     assert (plans[0].digests[0, 1], plans[2].digests[1, 2]) == (plans[1].digests[0, 1], plans[1].digests[1, 2])
-    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)  # another layout in one of them
+    other = make_plan([*first, *of_set("second", (1, 2), 12)], policy)
     assert other.digests[0, 1] == plans[0].digests[0, 1] and other.digests[1, 2] != plans[1].digests[1, 2]
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """48 layers on 8 ranks: three large matrices of two for each small one, two of which fill a bucket."""
+    """48 layers on 8 ranks have two large matrices for each small one, and two large matrices fill a bucket."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -139,7 +139,7 @@ def test_every_owner_has_equal_work_in_each_share() -> None:
         [sum(plan.items[n].cost for n in b.items if plan.items[n].owners == (r,)) for r in range(8)]
         for b in plan.buckets
     ]
-    assert len(work) == 7  # 12 large ones of an owner in six buckets, six small ones in one
+    assert len(work) == 7  # Each owner has 12 large matrices in six buckets, and six small ones in the seventh.
     assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
 
@@ -168,13 +168,14 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
         assert sorted(item.param for share in shares for item in share) == list(range(len(items)))
         for line in lines:
             parts = [part for share in shares if (part := [item for item in share if item in line])]
-            assert [item for part in parts for item in part] == line  # in order
+            assert [item for part in parts for item in part] == line
             assert all(len(part) == 1 or sum(item.numel for item in part) <= most for part in parts)
             assert len(parts) == min(len(shares), len(line))
 
 
 def _num_filled(line: Sequence[Item], most: int) -> int:
-    """Shares of a line that are filled one after the other."""
+    """The number of shares if the line's items are put into shares of at most `most` elements, each filled before the
+    next."""
     num, left = 0, 0
     for item in line:
         num, left = (num + 1, most) if not num or item.numel > left else (num, left)
@@ -219,14 +220,16 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """Copies of blocks, whose places are (step from block to block, stride of rows[, first])."""
+    """Copies of `num` blocks of one size, whose positions are given as (step between blocks, stride of the rows[, first
+    element])."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
     return [Copy(sizes, BufferPlace(a, (row, 1)), BufferPlace(b, (far_row, 1))) for a, b in starts]
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """The last ones: each of five senders has rows of two matrices of 6 columns and of one of 4."""
+    """The last of the compared lists of copies has five senders, each with rows of two matrices of 6 columns and of one
+    matrix of 4 columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))
@@ -241,7 +244,7 @@ def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> N
 
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
-    """Blocks of a fused weight, of which one is too small for half-precision products."""
+    """The matrices are blocks of a fused weight, one of which is too small for half-precision matmuls."""
     layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
     plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
     assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

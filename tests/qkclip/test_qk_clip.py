@@ -1,4 +1,5 @@
-"""QK-clip on one process: the rule against fp64 code, what is measured, which layers are found, what is refused."""
+"""Tests of QK-clip on one process: the scaling rule against fp64 code, measured logits, discovered layers, and
+refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from shardmuon_qkclip.layers import Attention, Rows, attention_layers
 
 
 class Llama(nn.Module):
-    """Grouped queries, rotary positions left out: they keep the norms of q and k."""
+    """An attention layer with grouped queries. Rotary embeddings are left out, as they do not change the norms of q and
+    k."""
 
     def __init__(self, dim: int = 12, heads: int = 6, groups: int = 2, size: int = 4, bias: bool = False) -> None:
         super().__init__()
@@ -52,7 +54,8 @@ class Eager(Llama):
         return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
 
 
-def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, of the logits that queries may look at
+# Largest logits over the positions that the causal mask keeps, (H,), fp64.
+def largest(attention: Any, x: Tensor) -> Tensor:
     q, k, _ = (t.detach().double() for t in attention.heads(x))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -62,7 +65,7 @@ def largest(attention: Any, x: Tensor) -> Tensor:  # (H,), fp64, of the logits t
 
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
-        # sums of 12 terms in q and in k and of 4 in their product, on both sides
+        # The measured and the expected logits each sum 12 terms in q and in k, and 4 in their product.
         assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 
@@ -72,12 +75,11 @@ def _with(model: Any, **changes: Any) -> Any:
 
 
 def _hooked(model: nn.Module, **options: Any) -> QKClip:
-    """QK-clip after an optimizer whose steps change nothing."""
     return QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), **options)
 
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
-    """Scale by given maxima after a step without gradients. Returns the gains of the first layer."""
+    """Scale the model by the given maxima after a step without gradients, and return the gains of the first layer."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains
@@ -87,7 +89,8 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# A layer, gains of its key heads, alpha, and of each weight the factor of each row (of columns where `dim` is 1).
+# Each case has a layer, the gains of its key heads, alpha, and for each weight the factor of each row (of each column
+# where `dim` is 1).
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),
@@ -123,7 +126,7 @@ RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
 def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dtype) -> None:
-    """Products of half-precision weights are made in fp32 and rounded once."""
+    """For half-precision weights, the products are computed in fp32 and rounded once."""
     layer, gain, alpha, factors = RULES[name]
     turned = any(rows.dim for rows in layer.rows)
     shapes = {n: (5, len(f)) if turned else (len(f), 5) for n, f in factors.items()}
@@ -131,7 +134,8 @@ def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dty
     before = {n: p.detach().clone() for n, p in params.items()}
     share = layer.num_heads // layer.num_groups
     most = 100.0 / torch.tensor(gain).repeat_interleave(share)
-    most -= (torch.arange(layer.num_heads) + 1) % share  # the largest of a group counts, here the last
+    # The last head of a group has the largest logit of the group, which determines its gain.
+    most -= (torch.arange(layer.num_heads) + 1) % share
     assert clip_by({"a": most}, params, layers=[layer], alpha=alpha).tolist() == list(gain)
     for n, found in params.items():
         factor = torch.tensor(factors[n], dtype=torch.float64)
@@ -167,7 +171,7 @@ def test_the_largest_logit_is_that_of_the_whole_matrix(groups: int, mask: str, c
         "bool": drawn,
         "float": drawn[0, 0],
         "padding": (torch.arange(11) < torch.tensor([[4], [11], [7]]))[:, None, None, :],
-        "blind": (torch.arange(4) != 1)[:, None, None],  # a head that sees nothing
+        "blind": (torch.arange(4) != 1)[:, None, None],
     }.get(mask, torch.ones(9, 11, dtype=torch.bool))
     given: Any = {"is_causal": True} if mask == "causal" else {"attn_mask": None if mask == "none" else seen}
     if mask == "float":
@@ -198,7 +202,7 @@ def test_hooks_measure_attention_over_all_batches_of_a_step_and_change_nothing(n
     model = MEASURED[name]()
     batches = [(1.0 + s) * normal(2, 5, 12, seed=s) for s in range(3)]
     for x in batches:
-        x[0, -1] *= 10.0  # the largest logits are those of what padding hides
+        x[0, -1] *= 10.0
 
     def run() -> list[Tensor]:
         made = [model(x) for x in batches]
@@ -233,7 +237,7 @@ def test_only_every_nth_step_is_measured() -> None:
 
 
 def _of(config: Any = None, **layers: Any) -> nn.Module:
-    """A module that holds these: linear layers, by inputs and outputs, or what else it has."""
+    """A module with the given attributes, where a tuple (inputs, outputs) becomes a linear layer."""
     module = nn.ModuleDict({n: nn.Linear(*sizes) for n, sizes in layers.items() if isinstance(sizes, tuple)})
     for name, value in {"config": config, **layers}.items():
         if not isinstance(value, tuple):
@@ -302,7 +306,6 @@ def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups(name: st
 
 
 def _tied(model: nn.Module, name: str, other: str) -> nn.Module:
-    """The model, with the weight of one module in another, too."""
     model.get_submodule(name).weight = model.get_submodule(other).weight
     return model
 

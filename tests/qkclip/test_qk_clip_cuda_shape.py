@@ -1,4 +1,5 @@
-"""QK-clip on a device that counts waits, copies and launches: measuring, reducing and scaling wait for nothing."""
+"""Tests that QK-clip on a simulated GPU measures, reduces and scales without a device synchronization, and with few
+launches."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_scaling_by_given_maxima_waits_for_nothing() -> None:
             scaler.reduce(lambda: maxima)
             scaler.apply_()
         assert mode.waits == mode.uploads == []
-        # a layer: its vector, largest of each group, the rule (10), the factors (5); of q and of k rows (2), a product
+        # The launches of a layer are its vector, the largest value per group, the rule (10) and the factors (5), and
+        # for each of q and k the rows (2) and a product.
         assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 

@@ -1,4 +1,5 @@
-"""QK-clip on sets of ranks that overlap, and whatever is raised on one rank: all ranks raise it, or all go on alike."""
+"""Tests of QK-clip on overlapping sets of ranks, and of exceptions on one rank: either all ranks raise, or all continue
+alike."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-Sets = list[tuple[int, ...]]  # of one weight; a rank that is in none has it alone
-Family = dict[str, Sets]  # weight -> its sets. Layers are named by the last character of their weights
+Sets = list[tuple[int, ...]]  # The rank sets that share a weight. A rank in no set has a weight of its own.
+Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -35,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     "within another": {"q0": [(0, 1)], "k0": [(1, 2)], "q1": [(0, 1, 2), (3,)], "k1": [(0, 1, 2)]},
     "alone": {"q0": [], "k0": [], "q1": [], "k1": []},
 }
-CONNECTED: dict[str, dict[str, Sets]] = {  # the ranks that the sets of each layer's weights connect
+CONNECTED: dict[str, dict[str, Sets]] = {
     "rows and columns": {"0": [(0, 1, 2, 3)], "1": [(0, 1, 2, 3)]},
     "chain": {"0": [(0, 1, 2, 3)], "1": [(0, 1), (2, 3)]},
     "within another": {"0": [(0, 1, 2), (3,)], "1": [(0, 1, 2), (3,)]},
@@ -48,7 +49,7 @@ def _own(sets: Sets) -> tuple[int, ...]:
 
 
 def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
-    """Of one rank's batches, of which those of ranks 1 and 2 are not finite in one head."""
+    """The largest logits in one rank's batches. On ranks 1 and 2 one head is NaN."""
     found = {name: normal(4, seed=1000 * seed + 10 * rank + int(name)).abs() for name in layers}
     for maxima in found.values() if rank in (1, 2) else ():
         maxima[rank] = math.nan
@@ -56,8 +57,12 @@ def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
 
 
 class Job(jobs.Job):
-    """Weights of 4 heads of 3 rows after a step, so that there is momentum, and layers that have one for queries and
-    one for keys. `kind`: a family, or one layer on all ranks, "plain" or "fsdp2"."""
+    """Weights of 4 heads of 3 rows after a step (so that momentum exists), with one weight for queries and one for keys
+    in each layer.
+
+    Args:
+        kind: A family, or "plain" or "fsdp2" for a single layer on all ranks.
+    """
 
     def __init__(self, kind: str) -> None:
         everyone, sharded = tuple(range(dist.get_world_size())), kind == "fsdp2"
@@ -73,7 +78,7 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce maxima; with a scaler of its own, which knows no table, if its arguments are others."""
+        """Reduce the maxima, with a new scaler if any argument has changed."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with made_public():
@@ -94,7 +99,7 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Names of weights that are not what the rule makes of the maxima of all ranks that their sets connect."""
+    """Names of the weights that differ from the rule applied to the maxima of all connected ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -109,15 +114,13 @@ def _scaled(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", CONNECTED)
 def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(name: str, world4: RankPool) -> None:
-    """One round in `within another` over the layer's sets, small ones first, is not enough, though a larger set has all
-    of their ranks."""
     assert world4.run(_scaled, name) == [[]] * 4
 
 
 # ----------------------------------------------------------------------------------------------------- differences
 
 
-DIFFERENT: dict[str, dict[str, Any]] = {  # what rank 2 gives
+DIFFERENT: dict[str, dict[str, Any]] = {
     "tau": {"tau": 7},
     "alpha": {"alpha": 0.25},
     "logits": {"logits": lambda: {"0": torch.ones(3)}},
@@ -130,14 +133,16 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Errors of a call in which rank 2 differs, or has no table, or another weight; the next one goes on."""
+    """Errors of a call in which rank 2 passes other arguments, has lost its cached table, or has replaced a weight. The
+    following call must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    elif what == "replaced" and dist.get_rank() in (2, 3):  # on both ranks that share it, by one of another layout
+    # Both ranks of a set replace their shared weight by one of another shape.
+    elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
         twin.scaler = None
@@ -149,7 +154,7 @@ def _differing(what: str) -> list[str]:
             said.append(str(error))
             assert unlike(before, job.held()) == []
     if said:
-        job.scaler = None  # next one with the arguments of all
+        job.scaler = None
     else:
         twin.clip(1)
         twin.clip(1)
@@ -181,8 +186,8 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Exceptions in each function that runs before the ranks have voted: where they passed unnoticed, how many were
-    raised by all. `first`: in calls that make the table anew."""
+    """Raise an exception in each function that runs before the vote. Returns the places where it passed unnoticed, and
+    the number of errors that all ranks raised. With `first`, the cached table is dropped before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -192,7 +197,8 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]  # in each on two ranks
+    # On two ranks a fault is planted in every function, on more ranks in every sixth.
+    known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
     return found
@@ -216,14 +222,14 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
-    """Errors of a call with an exception on one rank after the vote. No rank steps until state is loaded; then all go
-    on."""
+    """Raise an exception on one rank after the vote and return the errors. No rank may step until state is loaded;
+    after that all ranks continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # one rank votes with nobody
+    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # A single rank does not vote.
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]
     said = []
@@ -247,7 +253,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Nobody waits for a rank that cannot go on, also where it has not begun to scale."""
+    """No rank may wait for one that failed, even if that rank had not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -1,4 +1,4 @@
-"""QK-clip on every layout: weights have the bits that one process gives them, or every rank raises the same error."""
+"""Tests of QK-clip on every layout: the weights have the bits of one process, or every rank raises the same error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
-    """Maxima of one rank's batches: about half of the heads are over 100; no rank alone has all of the largest."""
+    """The largest logits in one rank's batches. About half of the heads exceed 100, and no single rank has the largest
+    logit of every head."""
     return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
@@ -68,7 +69,7 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """QK-clip by the maxima of these ranks' batches, others in each step."""
+    """QK-clip whose logits function returns the maxima of the given ranks' batches, with new batches in each step."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 
@@ -81,7 +82,7 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Weights after steps with these gradients and the maxima of all ranks' batches."""
+    """Weights of one process after steps with the given gradients, clipped by the maxima of all ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
     _hooked(params, optimizer, range(dist.get_world_size()), process_group=(dist.get_rank(),))
@@ -93,12 +94,12 @@ def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) 
 
 
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
-    """Names of parameters that differ."""
+    """Names of the parameters that differ from those of one process."""
     params = parameters(placed(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    for _ in range(2):  # where weights lie is found in the first call
+    for _ in range(2):  # The first step locates the weights, and the second step uses the cached table.
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
     return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
@@ -117,7 +118,7 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
 
 
 def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
-    """Names of weights that differ from those of one process, the fp32 ones where there are such."""
+    """Names of weights that differ from those of one process; fp32 masters are compared if the framework keeps them."""
     clips = list[QKClip]()
 
     def make(params: Any, options: Any) -> Muon:
@@ -135,7 +136,7 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
     found = run.weights()
     wanted = _on_one_process(run.start(_model(dtype)), [run.gradients(given) for given in grads])
     wrong = [n for n, t in found.items() if not torch.equal(t, wanted[n])]
-    if dtype == torch.bfloat16:  # copies are those of the clipped masters
+    if dtype == torch.bfloat16:  # The model's weights must be the clipped fp32 masters, rounded to bf16.
         import deepspeed
 
         params = dict(run._params)
@@ -152,7 +153,6 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
 def test_zero_steps_and_clips_as_one_process_does(
     row: str, dtype: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
-    """Half-precision copies are those of the clipped masters."""
     assert deepspeed_pools[2].run(_framework_matches, ZeroRun, row, dtype) == [[]] * 2
 
 
@@ -162,7 +162,7 @@ def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -
 
 
 def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool) -> dict[str, Tensor]:
-    """The model's weights after two steps with lr 0."""
+    """The model's weights after two steps with lr=0, with or without QK-clip."""
     half = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
     with megatron(**sizes):
         ddp = {"use_distributed_optimizer": distributed}
@@ -183,12 +183,13 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip twice by two steps with lr 0, the masters of half-precision weights without rounding."""
+    """Clip in two steps with lr=0, and return the names of weights that differ from the expected rows. The fp32 masters
+    are scaled without rounding in between."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
-    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # (groups, q q k v, size of a head, columns)
-    gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]  # of groups of two heads, over all ranks
+    rows = weight.view(-1, 4, 6, weight.shape[1]).clone()  # shape (groups, q q k v, head size, columns)
+    gain = 100.0 / torch.tensor([900.0, 110.0])[first : first + len(rows)]
     for _ in range(2):
         rows[:, :3].mul_(gain.pow(0.5).view(-1, 1, 1, 1))
     weight.copy_(rows.to(dtype).view_as(weight))
@@ -216,8 +217,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
-    """Each layer's maxima on one process that sees all batches, and over two batches of each rank, of which the last
-    one sends gradients."""
+    """Each layer's largest logits, measured on one process with all batches, and on a mesh where each rank has two of
+    the batches. Only the second backward pass synchronizes gradients."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
@@ -231,11 +232,12 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # of the demo's output, a view
+        # FSDP2 warns because the demo's output is a view.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            model.require_backward_grad_sync = is_last  # what DDP's `no_sync` sets
+            model.require_backward_grad_sync = is_last  # DDP's `no_sync` sets require_backward_grad_sync.
             train.loss_of(model, rows).backward()
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
@@ -257,9 +259,10 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
     (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
-    assert all(theirs[1] == together for theirs in others)  # the same bits on every rank
+    assert all(theirs[1] == together for theirs in others)
     for here, wanted in zip(together, alone, strict=True):
-        # sums of 32 terms in q and in k, of 8 in their product, the norms and rotations before it, on both sides
+        # The maxima on one process and on a mesh each sum 32 terms in q and in k and 8 in their product, after norms
+        # and rotations.
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
 

@@ -1,4 +1,4 @@
-"""Forward passes that a step clips by, and what happens to QK-clip when something goes wrong between or in steps."""
+"""Tests of which forward passes QK-clip counts for a step, and of errors between and during steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAU = 0.5
 
 
 class Job:
-    """Two layers, and between them one that does not train."""
+    """A model of two attention layers with an untrained linear layer between them."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class Job:
         return self.model(scale * normal(2, 5, 12, seed=seed)).square().mean()
 
     def step(self, *seeds: int) -> list[Tensor]:
-        """Returns what the largest logits of both layers are, in fp64."""
+        """Take a step, and return the largest logit of each head in both layers, computed in fp64."""
         first = [normal(2, 5, 12, seed=seed) for seed in seeds]
         with torch.no_grad():
             inputs = {0: first, 2: [self.model[:2](x) for x in first]}
@@ -64,7 +64,7 @@ def _backward(job: Job, scale: float = 30.0) -> None:
 
 NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
     "evaluation": (torch.no_grad()(lambda job: job.loss(50, 30.0)),),
-    "a batch that is not finite": (partial(_backward, scale=math.nan),),  # finite ones count
+    "a batch that is not finite": (partial(_backward, scale=math.nan),),
     "state loaded": (_backward, lambda job: job.optimizer.load_state_dict(job.optimizer.state_dict())),
     "a checkpoint loaded": (
         lambda job: checkpoint.save(job.file, job.model, job.optimizer),
@@ -77,7 +77,7 @@ NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
 
 @pytest.mark.parametrize("name", NO_STEP)
 def test_forwards_that_lead_to_no_step_clip_nothing(name: str, tmp_path: Path) -> None:
-    """The weights have the bits of a job in which it did not happen."""
+    """The weights have the bits of a job without the event."""
     job, plain = Job(tmp_path / "file"), Job()
     for one in (job, plain):
         one.step(1)
@@ -120,7 +120,7 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None, in_a_clo
     wanted = plain.step(1, 2, 3)
     job.optimizer.step(run if in_a_closure else run())
     assert_measured(job.clip, wanted)
-    if how is _in_turn:  # gradients of one order
+    if how is _in_turn:  # Only this case sums the gradients in the same order as the plain job.
         assert_bitwise(job.weights(), plain.weights())
 
 

@@ -1,4 +1,4 @@
-"""Small models for claims about routing, without the libraries that well-known types come from."""
+"""Small models for the tests of routing, which imitate well-known models without importing their libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
 
 
 def but(module: nn.Module, **attributes: Any) -> Any:
-    """A module with these attributes, too: modules and parameters are registered."""
+    """Set attributes on a module; submodules and parameters are registered."""
     for key, value in attributes.items():
         setattr(module, key, value)
     return module
@@ -30,12 +30,11 @@ def _kind(name: str, package: str) -> type[nn.Module]:
 
 
 def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> Any:
-    """A module of a class of this name."""
+    """A module of a class with the given name, in the given package."""
     return but(_kind(name, package)(), **attributes)
 
 
 def subclassed(module: nn.Module) -> nn.Module:
-    """A module with the same contents, of a class derived from its class."""
     module.__class__ = type("Mine", (type(module),), {})
     return module
 
@@ -49,7 +48,7 @@ def table(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 
 
 def bare(*shape: int, **options: Any) -> Any:
-    """A parameter of a module that torch does not know."""
+    """A module of unknown type with a single parameter, weight."""
     return typed("Bare", weight=table(*shape, **options))
 
 
@@ -62,7 +61,7 @@ def mlp(width: int = 8, hidden: int = 12) -> nn.Module:
 
 
 class Llama(nn.Module):
-    """A decoder with grouped queries: `kv` rows of keys and values, fewer than `dim`."""
+    """A decoder with grouped-query attention, whose k and v projections have `kv` rows."""
 
     def __init__(
         self, vocab: int = 100, dim: int = 16, kv: int = 8, hidden: int = 24, *, depth: int = 2, tied: bool = False
@@ -91,7 +90,7 @@ def tied(*, head_first: bool) -> nn.Module:
 
 
 def hooked(head: str | None) -> nn.Module:
-    """A model that says what its output head is, or that it has none."""
+    """A model whose get_output_embeddings returns the given module, or None."""
     model = typed("Hooked", embed=nn.Embedding(16, 16), decoder=linear(), pooler=linear())
     return but(model, get_output_embeddings=lambda: None if head is None else model.get_submodule(head))
 
@@ -103,13 +102,13 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 def shared(**modules: Any) -> nn.Module:
-    """Modules of which all have the first one's weight."""
+    """Several modules that share the first one's weight."""
     first = next(iter(modules.values()))
     return nn.ModuleDict({name: but(module, weight=first.weight) for name, module in modules.items()})
 
 
 def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
-    """ZeRO-3's, or that of nobody."""
+    """Replace a weight by an empty placeholder, with ZeRO-3's attribute `ds_shape` if a shape is given."""
     module.weight = nn.Parameter(torch.empty(0))
     if ds_shape is not None:
         module.weight.ds_shape = torch.Size(ds_shape)  # type: ignore[attr-defined]
@@ -117,18 +116,19 @@ def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linea
 
 
 def tensor_parallel(num_rows: int) -> nn.Module:
-    """A layer of so many rows in all, of which 8 are here."""
+    """A tensor-parallel layer of `num_rows` rows in all, 8 of which are on this rank."""
     module = typed("ColumnParallelLinear", weight=table(8, 4), output_size=num_rows, output_size_per_partition=8)
     return but(module, weight=but(module.weight, tensor_model_parallel=True))
 
 
 def experts(*, router: int = 4, apart: bool = False, inner: int = 24, inputs_first: bool = False) -> nn.Module:
-    """Four experts and their router, stored either way round."""
+    """Four experts and their router; with `inputs_first` the experts' matrices are transposed."""
     up, down = (4, inner, 16), (4, 16, inner)
     up, down = (down, up) if inputs_first else (up, down)
     stacks = typed("Experts", w_up=table(*up), w_down=table(*down))
     if apart:
-        return nn.ModuleDict({"gate": linear(16, 4), "experts": stacks})  # as torchtitan has it
+        # torchtitan keeps the router outside the experts module.
+        return nn.ModuleDict({"gate": linear(16, 4), "experts": stacks})
     return but(stacks, router=linear(16, router))
 
 

@@ -1,4 +1,5 @@
-"""Claims about routing: every trainable parameter goes to Muon or AdamW for what it is, and nothing goes in silence."""
+"""Tests of routing: every trainable parameter goes to Muon or AdamW by its type and shape, and unclear cases are
+reported."""
 
 from __future__ import annotations
 
@@ -56,14 +57,14 @@ from shardmuon.testing import RankPool
 
 
 class Case(NamedTuple):
-    """A model and how it is routed.
+    """A model and its expected routing.
 
     Attributes:
-        model: Makes it.
-        rows: Name of a parameter -> fields of its row.
-        says: A pattern for each warning.
-        overrides: What the user writes.
-        muon: Names of all that goes to Muon; None: not looked at.
+        model: Function that builds the model.
+        rows: Parameter name -> expected fields of its row.
+        says: A pattern for each expected warning.
+        overrides: The user's overrides.
+        muon: Names of all parameters that go to Muon; None to skip this check.
     """
 
     model: Callable[[], nn.Module]
@@ -74,7 +75,7 @@ class Case(NamedTuple):
 
 
 def why(**reasons: str) -> dict[str, dict[str, object]]:
-    """The reasons of weights, whose names are written with "__" for a dot."""
+    """Expected reasons by weight name, where "__" stands for a dot."""
     return {f"{name.replace('__', '.')}.weight": {"reason": reason} for name, reason in reasons.items()}
 
 
@@ -94,7 +95,7 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """A model of bytes without repeated blocks, as wide as its vocabulary."""
+    """A model without repeated blocks, with a vocabulary of 16 and a width of 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -117,7 +118,7 @@ HEADS: dict[str, Case] = {
     "a decoder": Case(Llama, why(head=_EQUAL, norm="norm", embed="embedding"), muon=LAYERS),
     "as wide as the vocabulary": Case(llama(16, 16), why(head=_LAST), muon=LAYERS),
     "one block": Case(lambda: Llama(16, 16, depth=1), muon=LAYERS[:6]),
-    # nothing reads 8 features, so shape alone would call wk and wv heads
+    # No layer has 8 inputs, so by shape alone wk and wv would be output heads.
     "keys with the rows of a vocabulary": Case(llama(8, 16, 8), muon=LAYERS),
     "tied, another as wide": Case(llama(tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
     "tied, all as wide": Case(llama(16, 16, tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
@@ -198,7 +199,8 @@ HEADS: dict[str, Case] = {
 
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
-    """Of which only the shape speaks: experts may be stored either way round, and tables look alike."""
+    """A 3-D parameter of unknown type, of which only the shape is known. It may be a stack of experts, stored either
+    way round, or a table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     row: dict[str, object] = {"reason": f"stack of {num} matrices, by its shape alone", **of(*[(rows, cols)] * num)}
@@ -210,7 +212,7 @@ def beside(*models: nn.Module) -> Callable[[], nn.Module]:
 
 
 def turned_over(*names: str) -> tuple[str, ...]:
-    """What is said of experts that seem to be stored the other way round: their router does not confirm them."""
+    """The expected warnings for experts that seem to be stored transposed, as no router matches their shape."""
     return tuple(rf'parameter of Experts.*"{re.escape(n)}": "muon"\}}; \{{"transposed": True\}} if' for n in names)
 
 
@@ -218,7 +220,7 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# two query groups of four heads of 2, one key and one value head
+# There are two query groups, each with four query heads, one key head and one value head of size 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -384,17 +386,18 @@ SAID: dict[str, Case] = {
 
 _NORMED = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
 _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
-# module, parameter, its matrices (none: AdamW's), reason ("": not looked at)
+# Each row has a module, the name of a parameter, its expected matrices (none for AdamW), and the expected reason ("" is
+# not checked).
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(3, 8, 3), "weight", ((8, 27),), "convolution, 1 group"),
-    (nn.Conv2d(1, 8, 3), "weight", ((8, 9),), ""),  # one input channel, but not depthwise: groups is 1
+    (nn.Conv2d(1, 8, 3), "weight", ((8, 9),), ""),
     (nn.Conv1d(4, 8, 3), "weight", ((8, 12),), ""),
     (nn.Conv3d(2, 8, 2), "weight", ((8, 16),), ""),
     (nn.Conv2d(8, 4, 1), "weight", ((4, 8),), ""),
     (nn.Conv2d(8, 12, 3, groups=4), "weight", ((3, 18),) * 4, "convolution, 4 groups"),
     (nn.ConvTranspose2d(6, 8, 2), "weight", ((6, 32),), ""),
     (nn.ConvTranspose2d(6, 8, 2, groups=2), "weight", ((3, 16),) * 2, ""),
-    (nn.ConvTranspose2d(8, 4, 2, groups=4), "weight", ((2, 4),) * 4, ""),  # two inputs each, one output each
+    (nn.ConvTranspose2d(8, 4, 2, groups=4), "weight", ((2, 4),) * 4, ""),
     (nn.Conv2d(8, 8, 3, groups=8), "weight", (), "depthwise convolution"),
     (nn.Conv1d(8, 16, 4, groups=8), "weight", (), "depthwise convolution"),
     (nn.ConvTranspose2d(8, 8, 2, groups=8), "weight", (), "depthwise convolution"),
@@ -418,7 +421,8 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (_NORMED, "parametrizations.weight.original0", (), "1 vector (8x1x1x1)"),
     (_NORMED, "parametrizations.weight.original1", ((8, 27),), "convolution, 1 group"),
     (nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), "parametrizations.weight.original", ((4, 4),), "linear"),
-    (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),  # torch knows that these are inputs
+    # A Linear of two inputs is a matrix, not a table of pairs of numbers.
+    (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),
     (nn.Linear(8, 1), "weight", (), "1 vector (1x8)"),
     (nn.Bilinear(4, 6, 5), "weight", ((4, 6),) * 5, "a matrix for each output"),
     (nn.Bilinear(4, 2, 5), "weight", ((4, 2),) * 5, ""),
@@ -457,7 +461,7 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 _WRAP = "Build the groups before wrapping"
 _NAMED = "matches none of the model's 17 parameter names.*Close: .*"
-# what is routed, overrides, the error, and what it says
+# Each row has a model, the overrides, the expected exception type, and a pattern of its message.
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         lambda: shared(conv=nn.Conv2d(8, 8, 1), deep=nn.Conv2d(8, 8, 1, groups=2)),
@@ -559,7 +563,8 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
     arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *CONFIG_OPTIONS, "process_group", *routing}
-    assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}  # what no option is named
+    # `unknown` collects misspelled options.
+    assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
@@ -593,8 +598,8 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
     ],
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
-    """One step of each: an orthogonalized matrix has an RMS of 1/sqrt(max(r, c)) within its schedule's band of 0.68 to
-    1.14, and AdamW's first step has an RMS of lr, 1 / 0.2 times what it settles to."""
+    """After one step, the RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the band of its
+    schedule. AdamW's first step has an RMS of lr, which is 1 / 0.2 times its usual RMS."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)
@@ -619,7 +624,7 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # RMS lr / 32, given to six digits
+    # The RMS of the update is lr / 32; the ratio is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 
@@ -731,7 +736,7 @@ def _leaf(draw: st.DrawFn) -> nn.Module:
 
 @st.composite
 def models(draw: st.DrawFn) -> nn.Module:
-    """Nested containers of random layers, some frozen, some sharing a weight."""
+    """Nested containers of random layers, some frozen and some with a shared weight."""
     leaves = [_leaf(draw) for _ in range(draw(st.integers(1, 8)))]
     for module in leaves:
         if hasattr(module, "weight") and not isinstance(module, nn.modules.conv._ConvNd) and draw(st.booleans()):
@@ -757,7 +762,7 @@ def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module
         groups, again = param_groups(model, lr=1e-3), param_groups(model, lr=1e-3)
     listed = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
     assert len(listed) == len(trainable) and all(trainable[name] is p for name, p in listed)
-    for group in groups:  # in the model's order
+    for group in groups:
         assert group["params"] and group["param_names"] == [n for n in trainable if n in group["param_names"]]
     assert [g["use_muon"] for g in groups] == sorted((g["use_muon"] for g in groups), reverse=True)
     assert [row.name for row in groups.rows] == [name for name, _ in model.named_parameters()]

@@ -1,6 +1,6 @@
-"""Runs an example on ranks and watches its optimizer: plan, Newton-Schulz runs, an audit, the weights at the end.
+"""Run an example on ranks and record its optimizer's plan, Newton-Schulz runs, an audit, and the final weights.
 
-Importing the frameworks takes seconds, so the process that ranks are forked from imports them all.
+Importing the frameworks takes seconds, so the process from which ranks are forked imports all of them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-AUDITED = 2  # the step, counted from 1; each example trains more steps, also after it has resumed
+AUDITED = 2  # The number of the audited step, counted from 1. Each example trains more steps, also after resuming.
 
 RankPool.preload("stack_preload")
 
 
 @dataclass
 class Seen:
-    """One rank's findings.
+    """What was observed on one rank.
 
     Attributes:
-        owners: Parameter -> the ranks that orthogonalize its matrices, each once, by the plan.
-        mine: Matrices of this rank, by the plan.
-        runs: Matrices that this rank orthogonalized, step by step.
-        findings: Of the audit, as text.
-        compared: Matrices that the audit compared with the dense reference.
-        muon: Names of the parameters in the optimizer's groups of Muon.
-        weights: Parameter -> digest of its whole values after the last step.
-        heard: Every warning's text.
+        owners: Parameter -> the ranks that orthogonalize its matrices, by the plan.
+        mine: Number of this rank's matrices, by the plan.
+        runs: Number of matrices that this rank orthogonalized, by step.
+        findings: The audit's findings, as text.
+        compared: Number of matrices that the audit compared with the dense reference.
+        muon: Names of the parameters in Muon's groups.
+        weights: Parameter -> digest of its full values after the last step.
+        heard: The text of every warning.
     """
 
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -57,17 +57,19 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
 
     Args:
         example: Name of the file in examples/.
-        world: Number of ranks. One is a plain process, in which torch.distributed is not set up.
-        prepare: A function below that is called first in every rank.
-        arguments: Of the example's `train`; `kind`: of its `options`, which makes some of them.
+        world: Number of ranks. A single rank is a plain process without torch.distributed.
+        prepare: Name of a function in this file that each rank calls first.
+        arguments: Arguments of the example's `train`. `kind` is an argument of the example's `options`, which makes
+        further arguments.
 
     Returns:
-        What each rank saw.
+        What was observed on each rank.
     """
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    with RankPool(world, timeout=120.0) as pool:  # killed afterwards, without the frameworks' own farewells
+    # The pool kills the ranks at the end, without the frameworks' own shutdown.
+    with RankPool(world, timeout=120.0) as pool:
         return pool.run(_watched, example, port, prepare, arguments)
 
 
@@ -77,7 +79,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
 def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -> Seen:
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon", GROUP_RANK="0")
-    if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":  # DeepSpeed is always launched
+    # DeepSpeed needs the launcher's variables even on one rank.
+    if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[key]
     with warnings.catch_warnings(record=True) as caught:
@@ -95,15 +98,15 @@ def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -
 
 
 def deepspeed_on_cpu() -> None:
-    """Run DeepSpeed without its faster gloo, which takes minutes to compile."""
+    """Turn off DeepSpeed's shared-memory communication, which takes minutes to compile."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def force_fsdp2() -> None:
-    """accelerate shards on accelerators only and ignores an FSDP plugin on a CPU without a word. torch's fully_shard
-    works there, so let accelerate think as it does on a GPU."""
+    """Make accelerate use FSDP2 on a CPU. accelerate silently ignores an FSDP plugin there, although torch's
+    fully_shard works."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -113,14 +116,15 @@ def force_fsdp2() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as AcceleratorState does itself
+            # On a GPU, AcceleratorState itself sets the distributed type.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 
     AcceleratorState.__init__ = make
 
 
 def _watching() -> Seen:
-    """Look at every step of Muon in this process, whoever calls it."""
+    """Record every Muon step in this process, whoever calls it."""
     import torch.optim.optimizer as hooks
 
     from shardmuon import Muon, audit
@@ -138,7 +142,8 @@ def _watching() -> Seen:
                 checks.append(audit(optimizer, samples=1000))
 
     def on_end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(optimizer, Muon) and optimizer.plans:  # torch's checkpoints step once to have state, without one
+        # torch's checkpoint functions take a step to create state, for which Muon makes no plan.
+        if isinstance(optimizer, Muon) and optimizer.plans:
             seen.runs.append(optimizer.traffic.orthogonalized - before)
             _look(optimizer, seen)
             if checks:
@@ -146,7 +151,8 @@ def _watching() -> Seen:
                 seen.findings = [str(finding) for finding in report.findings]
                 seen.compared = sum(row.compared for row in report.matrices)
 
-    hooks.register_optimizer_step_pre_hook(on_start)  # for good: the process ends with its example
+    # The hooks are never removed, as the process ends with its example.
+    hooks.register_optimizer_step_pre_hook(on_start)
     hooks.register_optimizer_step_post_hook(on_end)
     return seen
 

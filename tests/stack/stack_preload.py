@@ -1,4 +1,4 @@
-"""Imports that the server process makes once, for all ranks that are forked from it."""
+"""Imports that the fork server makes once for all ranks."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
-"""Every example trains on 1 and on 2 ranks: who owns what, how often Newton-Schulz runs, an audit without findings, and
-a run resumed from its middle that ends with the bits of one that was never interrupted."""
+"""Tests that train every example on 1 and 2 ranks. They check owners, Newton-Schulz runs and an audit, and that a run
+resumed from its middle ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def _lora(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """One example in one way.
+    """One example with one set of arguments.
 
     Attributes:
-        example: Its file, without the ending.
+        example: Name of its file, without the suffix.
         world: Number of ranks.
-        middle: Where the checkpoint in the middle lies, below the folder.
-        muon: Parameters that must go to Muon.
-        prepare: Of `ranks.py`: what each rank calls first.
-        fixed: What the example's `options` is called with, if it is.
-        needs: Packages beside those of every example.
-        either: Parameters that may go to either optimizer here.
-        name: Of the layout.
-        calls: Of `step()` in one training step; each steps some of the groups.
+        middle: Path of the middle checkpoint, relative to the run's folder.
+        muon: Names of parameters that must go to Muon.
+        prepare: Name of a function in `ranks.py` that each rank calls first.
+        fixed: Arguments of the example's `options`, if it is called.
+        needs: Required packages, apart from those of all examples.
+        either: Names of parameters that may go to either optimizer.
+        name: Name of the layout.
+        calls: Number of calls of `step()` per training step, each of which updates some groups.
     """
 
     example: str
@@ -77,7 +77,8 @@ LIGHTNING = {"middle": "step=3.ckpt", "muon": [f"net.{name}" for name in NET], "
 TITAN = {"middle": "after-3", "muon": NET, "needs": ("torchtitan", "tyro")}
 TIMM = {"middle": "after-3.pt", "muon": VIT, "needs": ("timm",), "either": ("head.weight",)}
 
-MISFIRES = ("has a gradient", "orthogonalizes all", "no parameter goes to Muon")  # about what no example forgets
+# A correct example never causes a warning with any of these phrases.
+MISFIRES = ("has a gradient", "orthogonalizes all", "no parameter goes to Muon")
 
 CASES = [
     Case("hf_trainer", 1, **TRAINER),
@@ -112,10 +113,11 @@ def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tm
         matrices = sum(map(len, rank.owners.values()))
         owned = [owner for name in case.muon for owner in rank.owners[name]]
         assert len(owned) == matrices - sum(len(rank.owners.get(name, ())) for name in case.either)
-        assert set(owned) == set(range(case.world))  # both have work
-        assert rank.compared == (matrices if case.calls == 1 else 0)  # else the example's own Audit raises
+        assert set(owned) == set(range(case.world))
+        # With several calls per step, the example's own Audit raises on a finding.
+        assert rank.compared == (matrices if case.calls == 1 else 0)
         assert [text for text in rank.heard if any(words in text for words in MISFIRES)] == []
-        assert sum(rank.mine for rank in whole) == matrices  # each matrix once in the whole job
+        assert sum(rank.mine for rank in whole) == matrices
     middle = str(tmp_path / "run" / case.middle)
     resumed = run(case.example, case.world, prepare=case.prepare, **given, resume=middle)
     for rank, steps in (*((rank, 6) for rank in whole), *((rank, 3) for rank in resumed)):
@@ -164,6 +166,6 @@ def test_torchtitan_refuses_its_own_routing_and_parts_with_unlike_rates() -> Non
         MuonOptimizers.Config(options={"lr": 0.02}).build(model_parts=parts)
     made = MuonOptimizers.Config(options={"lr": 0.02, "adamw_lr": 1e-3}).build(model_parts=parts)
     before = [p.clone() for part in parts for p in part.parameters()]
-    made.load_state_dict(made.state_dict())  # before any step
+    made.load_state_dict(made.state_dict())
     assert all(torch.equal(p, q) for p, q in zip(before, (p for part in parts for p in part.parameters()), strict=True))
     assert {float(state["step"]) for o in made for state in o.state.values() if "step" in state} <= {0.0}

@@ -1,4 +1,4 @@
-"""The notebook of examples/ runs from its first cell to its last."""
+"""Tests that the notebook in examples/ runs from its first to its last cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_tour_routes_trains_audits_and_draws(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv("PYTHONPATH", str(TOUR.parent.parent / "src"))
     notebook = nbformat.read(TOUR, as_version=4)
-    assert all(not cell.get("outputs") for cell in notebook.cells)  # it is kept without
+    assert all(not cell.get("outputs") for cell in notebook.cells)
     NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     text = "".join(output.get("text", "") for output in outputs)

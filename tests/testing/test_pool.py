@@ -1,4 +1,4 @@
-"""Claims about the rank pool: who answers, what comes back, and that no failure hangs or leaves a process behind."""
+"""Tests of the rank pool: results, errors, and that no failure hangs or leaves a process behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Fail on `ranks`, as `how` says; the others do what `then` says."""
+    """Fail in the way `how` on the given ranks, and do `then` on the others."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":
@@ -60,7 +60,8 @@ def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") ->
 
 
 def awkward_tensors() -> dict[str, Tensor]:
-    """The same on every rank: each call starts from one seed."""
+    """Tensors that are hard to send between processes. They are equal on all ranks, as each call starts from the same
+    seed."""
     whole = torch.randn(5, 7)
     return {
         "float32": whole,
@@ -74,7 +75,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """True if a process runs, which may end between two looks. Where there is no /proc, a zombie is running."""
+    """Whether a process is running. The process may end between the two checks. Without /proc, a zombie counts as
+    running."""
     try:
         os.kill(pid, 0)
         try:
@@ -98,7 +100,6 @@ def wait_until(claim: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def test_a_call_runs_on_all_ranks_of_one_group_with_copies_of_its_arguments(pool: RankPool) -> None:
-    """The same ranks from call to call, and the same seed."""
     assert pool.run(echo, 1, key="x") == [(rank, (1,), {"key": "x"}) for rank in range(3)]
     assert [t.item() for t in pool.run(sum_of_ranks)] == [3.0, 3.0, 3.0]
     assert pool.run(os.getpid) == pool.run(os.getpid)
@@ -126,7 +127,8 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# function and its arguments, whether exceptions are caught, then (class, returned) by rank, and words of the error
+# Each row has a function, its arguments, whether exceptions are caught, the expected (class, has returned) by rank, and
+# words of the error.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),
@@ -229,7 +231,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.5)  # rank 0 has raised, rank 1 waits in the barrier
+        time.sleep(0.5)  # The pause gives rank 0 time to raise and rank 1 time to reach the barrier.
         running = [is_running(pid) for pid in pids]
         parent.kill()
     assert running == [True, True] and wait_until(lambda: not any(map(is_running, pids)))
@@ -237,7 +239,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: get_pool(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # these start no ranks
+    for size in (5, 1, 6, 7):  # A pool starts its ranks at its first call, so get_pool alone starts none.
         get_pool(size)
     assert get_pool(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))
@@ -250,7 +252,7 @@ def _begun() -> tuple[str, bool]:
 
 
 def test_ranks_are_forked_with_the_parents_package(pool: RankPool) -> None:
-    """Ranks look through nothing that was imported before them when they collect garbage."""
+    """Modules imported before the fork must be frozen (gc.freeze), so that garbage collection on a rank skips them."""
     before = os.environ.get("PYTHONPATH")
     found = pool.run(_begun)
     assert os.environ.get("PYTHONPATH") == before

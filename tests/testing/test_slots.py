@@ -1,4 +1,4 @@
-"""Batches: a matrix has the same bits in every slot, beside any neighbours, whatever the number of matrices."""
+"""Tests that a matrix has the same bits in every slot of a batch, for any neighbours and any number of matrices."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),  # only these depend on what CPUs multiply
+        # Only bf16 products depend on the CPU's instructions.
+        pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
     ids=["bf16", "others"],
 )
 def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dtype, ...], least: int) -> None:
-    """Thousands of products of shapes that hurt, in this process's arithmetic and with this CPU's instructions."""
     found = list(search(CPU, dtypes=dtypes, draws=3))
     assert sum(len(equal) for _, equal in found) > least
     assert [what for what, equal in found if not all(equal)] == []
@@ -52,7 +52,8 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
-    """Number of products compared and of those that differ; `packed`: in batches as torch makes them."""
+    """The number of products compared, and the number of those that differ between slots. With `packed`, batches are
+    contiguous instead of having aligned slots."""
     torch.set_num_threads(threads)
     modules = ("orthogonalize", "testing.slots") if packed else ()
     with ExitStack() as patched:
@@ -64,7 +65,7 @@ def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
 
 
 def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
-    """`found_with` in a process with other instructions."""
+    """Run `found_with` in a process with restricted CPU instructions."""
     env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import test_slots; print(*test_slots.found_with{given})"
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
@@ -74,25 +75,26 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("instructions", "threads"),
-    [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],  # threads that wait take no core
+    [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Instructions "avx2" make an AVX-512 CPU an AVX2 one; "narrow" has no AVX at all."""
+    """The case "avx2" restricts an AVX-512 CPU to AVX2 instructions, and "narrow" to instructions without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 
 
 def test_packed_slots_would_be_found() -> None:
-    """The search bites: packed, shapes of odd sizes differ, if not by other instructions then by those of this CPU."""
+    """The search must find differences if slots are packed without alignment. If narrower instructions show none, this
+    CPU's own instructions must."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])  # odd slots, tall ones, one at a time
+@pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Matrices of norm one are not copied and not written to, with the bits that packed ones have, which are copied
-    into slots."""
+    """Matrices of norm 1 in aligned slots are used without a copy and are not modified. Packed matrices are copied into
+    slots and give the same bits."""
     size = batch_size(rows, cols, CPU)
     x = torch.randn(size, rows, cols, generator=torch.Generator().manual_seed(0))
     x = _normalize(x, empty_batch(x.shape, dtype, CPU))
@@ -104,7 +106,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
     assert (_operands(x, shape, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
     found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
     assert torch.equal(x, given) and all(torch.equal(found, other) for other in others)
-    # what lies elsewhere is copied to where slots are, and the last batch is filled up with zeros
+    # Unaligned matrices are copied into aligned slots, and the last batch is padded with zeros.
     assert _operands(packed, shape, products, unit=True).data_ptr() % _ALIGNMENT == 0
     with mock.patch("shardmuon.orthogonalize.empty_batch", lambda *given: empty_batch(*given).fill_(math.nan)):
         assert size == 1 or not _operands(x[1:], shape, products, unit=True)[-1].any()
@@ -112,7 +114,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
 
 @contextmanager
 def _aligned_operands() -> Iterator[list[int]]:
-    """Fails at a batched product whose operands, summand or result have a slot that is not aligned."""
+    """Assert that every operand and result of a batched product has aligned slots, and collect the batch sizes."""
     batches: list[int] = []
     real = {name: getattr(torch, name) for name in ("bmm", "baddbmm")}
 
@@ -138,7 +140,7 @@ def _aligned_operands() -> Iterator[list[int]]:
 def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
-    """Restarts, cubic steps and local restarts of the Gram form among them."""
+    """The cases cover restarts, cubic steps, and local restarts of the Gram form."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):
@@ -152,7 +154,8 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
-    """Batches of every size, more than one full batch, and memory that is not aligned change no bit."""
+    """The bits of a matrix do not depend on the batch size, on the number of batches, or on alignment and strides in
+    memory."""
     size = batch_size(*shape, CPU)
     x = torch.randn(size + 3, *shape)
     dtype = torch.float32 if method == "gram" else None
@@ -161,7 +164,7 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
         assert torch.equal(orthogonalize(x[:count], KELLER, method=method, dtype=dtype), together[:count])
     shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     assert torch.equal(orthogonalize(shifted, KELLER, method=method, dtype=dtype), together)
-    turned = x.mT.contiguous().mT  # column-major memory
+    turned = x.mT.contiguous().mT
     assert torch.equal(orthogonalize(turned, KELLER, method=method, dtype=dtype), together)
 
 
@@ -169,7 +172,6 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
     ("dtype", "bound"), [(torch.float32, 4e-7), (torch.bfloat16, 4e-6), (torch.float64, 4e-15)], ids=str
 )
 def test_a_norm_is_summed_in_one_order_and_exact(dtype: torch.dtype, bound: float) -> None:
-    """Small and large matrices, one or two threads, anywhere in memory."""
     threads = torch.get_num_threads()
     for rows, cols in ((1, 5), (17, 33), (128, 128), (129, 1000), (700, 900)):
         x = torch.randn(2, rows, cols).to(dtype)

@@ -1,4 +1,5 @@
-"""The tolerances bite: each lets pass what rounding does, in every arithmetic, and nothing that is ten times larger."""
+"""Tests of the tolerances: each accepts rounding errors of every dtype, and rejects errors that are ten times
+larger."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def exact(matrix: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
 def test_every_spectrum_stays_within_a_bound_that_is_near_what_is_found(name: str, dtype: torch.dtype) -> None:
-    """The oracle is another one than the bound's: by singular values."""
+    """The reference is computed from singular values, unlike the bound."""
     triples = schedule(name).triples
     shares = []
     for what, matrix in MATRICES.items():
@@ -75,7 +76,7 @@ def test_a_wrong_update_is_refused(fault: str, dtype: torch.dtype) -> None:
     assert_same_update(decayed - lr * right, decayed - lr * exact(grad, "keller").float(), exact=True, **options)
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(decayed - lr * wrong, decayed - lr * right, **options)
-    options |= {"before": torch.zeros(32, 48), "lr": 1e-9}  # a small lr hides nothing
+    options |= {"before": torch.zeros(32, 48), "lr": 1e-9}  # A small lr must not hide a wrong update.
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(-1e-9 * wrong, -1e-9 * right, **options)
 
@@ -91,8 +92,8 @@ def test_bits_are_compared_not_values() -> None:
 
 
 ONE = torch.ones(4)
-ABOVE = torch.nextafter(ONE, ONE + 1)  # eps above: two roundings
-# found, expected, options, and what is said against it; "": nothing
+ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE is one eps above 1, a distance of two roundings.
+# Each row has the found value, the expected value, options, and the expected error text ("" for none).
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),
     (ABOVE, ONE, {"roundings": 1}, "allowed 1"),
@@ -114,7 +115,8 @@ def test_roundings_are_counted(found: Any, expected: Any, options: dict[str, flo
 
 
 def test_sums_of_many_terms_stay_within_their_root_mean_square() -> None:
-    """One after the other, of either sign and positive. (It holds while n u is small: later sums no longer grow.)"""
+    """Terms are added one after the other, with mixed and with positive signs. The bound requires that n u is small, as
+    larger sums stop growing."""
     for num_terms in (30, 300):
         terms = normal(2000, num_terms).half()
         for values in (terms, terms.abs()):

@@ -1,4 +1,5 @@
-"""Variants where someone means them harm: groups that change, batches of nothing, copies, torch's defaults."""
+"""Tests of variants under unusual conditions: changed groups, empty batches, copied models, and torch's global
+defaults."""
 
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
     optimizer.param_groups[1]["use_muon"] = False
     _steps(optimizer, range(2, 4))
     assert set(optimizer.state[params["b"]]) == {"step", "exp_avg", "exp_avg_sq"}
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # its own state is no stranger's
+    # Loading a state dict of the same optimizer must be accepted.
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[1]["use_muon"] = True
-    fresh = nn.Parameter(params["b"].detach().clone())  # what "b" kept two steps ago is of other weights
+    # "b" must start with fresh state, as its old state belongs to the weights of two steps ago.
+    fresh = nn.Parameter(params["b"].detach().clone())
     for one in (optimizer, Muon([("b", fresh)], lr=0.02, variant=variant, weight_decay=0.0)):
         _steps(one, range(4, 6))
     assert_bitwise(params["b"], fresh)
@@ -57,7 +60,8 @@ def _clipped(kind: type[Llama]) -> tuple[Llama, Muon, QKClip]:
 @pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("kind", [Llama, Eager])
 def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tuple[int, ...]) -> None:
-    """The last batch of one rank, or an expert's: an error there would leave the other ranks waiting."""
+    """The last batch of a rank or of an expert may be empty. If one rank raised an error for it, the other ranks would
+    wait for that rank."""
     model, optimizer, clip = _clipped(kind)
     model(torch.zeros(shape)).sum().backward()
     optimizer.step()
@@ -65,7 +69,7 @@ def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tup
 
 
 def test_a_models_copy_is_not_measured_in_its_place() -> None:
-    """Averages and reference models are made by deepcopy, which copies hooks as they are."""
+    """deepcopy, which makes averaged and reference models, copies the hooks, too."""
     model, _, clip = _clipped(Llama)
     other = copy.deepcopy(model)
     for p in other.parameters():

@@ -1,4 +1,4 @@
-"""Norms that Hyperball keeps: those of zeros are said, and none is taken anew."""
+"""Tests of the norms that Hyperball keeps: matrices of zeros are reported, and a stored norm is never recomputed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from shardmuon import Muon
 
 
 def test_matrices_of_zeros_are_said_once_by_name() -> None:
-    """What follows is test_stages.py's."""
     experts = torch.stack([torch.zeros(4, 5), torch.ones(4, 5), torch.zeros(4, 5)])
     full = {"a": torch.zeros(4, 5), "b": torch.zeros(5, 4), "c": torch.eye(4), "experts": experts}
     named = [(name, nn.Parameter(t)) for name, t in full.items()]
@@ -24,7 +23,7 @@ def test_matrices_of_zeros_are_said_once_by_name() -> None:
 
 
 def test_a_variant_that_is_added_takes_no_norm_anew() -> None:
-    """State of a stage was overwritten once, when another key was made."""
+    """Creating the state of one post-processing stage (NorMuon, ..) once overwrote the state of another."""
     params = [nn.Parameter(normal(*shape)) for shape in ((12, 12), (17, 5))]
     optimizer = Muon(params, lr=0.1, weight_decay=0.0, variant="hyperball")
     run(optimizer, params, [0])

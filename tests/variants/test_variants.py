@@ -1,4 +1,4 @@
-"""Variants of Muon: stages against formulas written here in fp64, options, plans, state."""
+"""Tests of Muon's variants: post-processing stages (NorMuon, ..) against fp64 formulas, options, plans, and state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """A stage on a batch of matrices, as it stands in a step."""
+    """Apply a post-processing stage (NorMuon, ..) to a batch of matrices as a step does."""
     if isinstance(stage, AfterStage):
         return stage.run(x, kept)
     if isinstance(stage, WeightStage):
@@ -41,13 +41,13 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Four steps of three matrices, one of which has a row of zeros and numbers that are known before."""
+    """Compare four steps of three matrices, one of which has rows of zeros and nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
-    # Beside sums of positive numbers, of each line and of the lines, there are three roundings of what is kept in each
-    # of four steps, and few others; the norm that is restored has them once more.
+    # The roundings are those of sums of squares over each line and over the lines, three roundings of the state in each
+    # of four steps, and a few more. The factor 2 covers a second sum that restores the norm.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -84,7 +84,8 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 
 
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
-    layout = sharded(matrix_view((1, 8)), [range(2)], 0)  # all of it on one rank
+    # A single row on two ranks has all of its elements on one of them.
+    layout = sharded(matrix_view((1, 8)), [range(2)], 0)
     kept = (Kept(ParamLayout.replicated(layout.view.kept([8]), layout.ranks), True),)
     assert make_plan([spec("w", layout)._replace(kept=kept)], Policy()).items[0].route == "owner"
     assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"
@@ -97,7 +98,8 @@ def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_
 def test_a_matrix_has_the_same_bits_alone_and_among_others(
     shape: tuple[int, int], variant: str, dtype: torch.dtype
 ) -> None:
-    """More of them than a vector of the CPU holds, of zeros, of what is not a number and of very unequal norms, too."""
+    """The batch has more matrices than a CPU vector has elements, and includes zeros, NaN, Inf and very different
+    norms."""
     generator, num = torch.Generator().manual_seed(0), 21
     stages = [s for s in stages_of({"variant": variant}) if isinstance(s, AfterStage)]
     scale = torch.logspace(-12, 6, num).view(-1, 1, 1)
@@ -105,7 +107,7 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
     together[3], together[9, 0, 0], together[17, 0, -1] = 0.0, math.nan, math.inf
     kept = {s.key: torch.rand(num, s.num_kept(*shape), generator=generator) * 1e3 for s in stages if s.key}
     for numbers in kept.values():
-        numbers[5] = 0.0  # not known yet
+        numbers[5] = 0.0
     alone = [(x.clone().unsqueeze(0), {key: n[i].clone() for key, n in kept.items()}) for i, x in enumerate(together)]
     before = together.clone()
     scaled_(stages, together, {key: numbers.unbind(0) for key, numbers in kept.items()})
@@ -114,4 +116,5 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    assert shape[0] == 1 or not torch.equal(before[:3], together[:3])  # some rules leave a single row as it is
+    # Some variants do not change a matrix of a single row.
+    assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

@@ -1,8 +1,9 @@
-"""Claims about well-known models, made from tiny configs by the libraries themselves: what goes to Muon, as which
-matrices, what is said, and that the parts of fused weights are what the table calls them.
+"""Tests of routing for well-known models, which the libraries themselves build from tiny configs: which parameters go
+to Muon, as which matrices, with which warnings, and whether the parts of fused weights have the roles that the table
+names.
 
-Needs transformers, timm, torchvision and peft: `make zoo`. Without them, tests/routing/test_routing.py has the same
-shapes as plain modules.
+The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py has the same shapes
+as plain modules and needs none of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} n
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
-    """A new model; what its library warns of is not our matter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @functools.cache
 def built(name: str) -> nn.Module:
-    """A model that tests share and do not write to."""
+    """A cached model that several tests share and must not change."""
     return made(MODELS[name])
 
 
@@ -86,7 +86,7 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: in
 
 
 def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    """The matrices of a parameter (or its gradient) by the options of its group."""
+    """The matrices of a parameter or of its gradient, by its parameter group's options."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
     return cut_matrices(matrix_view(tensor.shape, **options), tensor)
@@ -111,7 +111,7 @@ def one_patch(model: Any) -> Any:
     return attention(torch.randn(1, 1, attention.qkv.in_features))
 
 
-# With one token the softmax is 1: q and k have no part in the output, v has.
+# With a single token the softmax is 1, so v gets a gradient, and q and k get none.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
@@ -127,13 +127,13 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
     weight, run, silent = SINGLE[name]
     found = gradient(built(name).eval(), run, weight)
     loudest = max(float(part.abs().max()) for part in found)
-    # what is not exactly zero is rounding of the softmax's gradient, p (g - sum(p g)) with p = 1
+    # A value that is not exactly zero is rounding in the gradient of the softmax, p (g - sum(p g)) with p = 1.
     assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
-        assert is_silent or (part.abs().amax(1) > 0).all()  # every row of the others takes part
+        assert is_silent or (part.abs().amax(1) > 0).all()
 
 
-# A gate that is zero closes: what it gates gets no gradient, and every row of it does when the gate is open.
+# If the gate's weight is zero, the gated part gets no gradient. With an open gate, every row of it does.
 GATED = {
     "Phi-3": ("model.layers.0.mlp.gate_up_proj.weight", 0, 1),
     "Qwen3-MoE": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),
@@ -151,7 +151,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
-    tokens = torch.arange(3, 35)[None]  # enough for every expert to be chosen
+    tokens = torch.arange(3, 35)[None]  # With 32 tokens, every expert is chosen at least once.
 
     def run(model: Any) -> Any:
         return model(input_ids=tokens).logits

@@ -1,6 +1,7 @@
-"""QK-clip on transformers' own attention: layers are found, logits are those of the eager forward, clipping holds them.
+"""Tests of QK-clip on the attention of transformers: layers are found, measured logits equal those of the eager forward
+pass, and clipping bounds the logits.
 
-Needs transformers: `make zoo`.
+The tests need transformers: `make zoo`.
 """
 
 from __future__ import annotations
@@ -93,12 +94,12 @@ def _make(name: str, implementation: str) -> nn.Module:
     with torch.no_grad():
         for layer in attention_layers(made):
             for rows in layer.rows:
-                made.get_parameter(rows.weight).mul_(12.0)  # logits worth clipping
+                made.get_parameter(rows.weight).mul_(12.0)
     return made
 
 
 def _logits(model: nn.Module) -> list[Tensor]:
-    """The largest of each head in each layer of an eager forward, whose softmax is over all of them."""
+    """The largest logit of each head in each layer, read from the softmax of an eager forward pass."""
     found: list[Tensor] = []
     softmax = nn.functional.softmax
 
@@ -116,7 +117,7 @@ def _logits(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: str, implementation: str) -> None:
-    """The first layer's input hangs on no attention, so its logits scale by just g."""
+    """The first layer's input does not depend on any attention, so its logits are multiplied by exactly g."""
     wanted, model = _logits(_make(name, "eager")), _make(name, implementation)
     tau = math.inf if name == "Qwen3" else float(wanted[0].max()) / 3
     num_groups = _HEADS.get(name, (4, 2))[1]
@@ -124,12 +125,14 @@ def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: 
     assert len(wanted) == 2
     for layers in (wanted, [wanted[0] * gains.repeat_interleave(len(wanted[0]) // num_groups)]):
         clip = QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), tau=tau)
-        normed = "q_norm, k_norm" if name == "Qwen3" else ""  # which QK-clip only measures
+        # QK-clip only measures layers that normalize queries or keys.
+        normed = "q_norm, k_norm" if name == "Qwen3" else ""
         assert {(x.num_heads, x.num_groups, x.normed) for x in clip.layers} == {(*_HEADS.get(name, (4, 2)), normed)}
         model(_IDS).logits.sum().backward()
         clip._optimizer.step()
         for found, exact in zip(clip.report.layers, layers, strict=False):
-            # sums of at most 48 and 12 terms, norms, rotations, through up to two layers, on both sides
+            # The measured and the expected logits each sum at most 48 and 12 terms and apply norms and rotations, in up
+            # to two layers.
             scale = float(max(exact.abs().max(), layers[0].abs().max()))
             assert_rounded(found.maxima, exact, roundings=2 * 2 * (48 + 48 + 12), dtype=torch.float32, scale=scale)
         clip.close()

@@ -1,5 +1,5 @@
-"""Expectations of each model: name with `#` for numbers -> "adamw" or the matrices, "|" between those of layers
-that differ. Biases, norms and other 1-D parameters are AdamW's everywhere and not listed."""
+"""Expected routing of each model: parameter name, with `#` for numbers -> "adamw" or its matrices, with "|" between the
+variants of layers that differ. Biases, norms and other 1-D parameters always go to AdamW and are not listed."""
 
 _ENDS = {"model.embed_tokens.weight": "adamw", "lm_head.weight": "adamw"}
 _ATTENTION = {

@@ -1,4 +1,4 @@
-"""Tiny models of well-known types: two layers, sizes that tell dims apart. Built on the CPU from configs alone."""
+"""Tiny models of well-known types with two layers, built on the CPU from configs alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# Widths differ from one another, so that a wrong split does not fit by accident.
+# All widths differ, so that a wrong split cannot fit by accident.
 _LM: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -33,7 +33,7 @@ _IMAGE: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 8, "num_la
 def _hf(name: str, config: str, **options: Any) -> Any:
     import transformers
 
-    # eager: attention and experts in plain torch, as they stand in the model's file
+    # "eager" runs attention and experts in plain torch code, as written in the model's file.
     made = getattr(transformers, config)(**options, attn_implementation="eager", experts_implementation="eager")
     return getattr(transformers, name)(made)
 
