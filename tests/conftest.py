@@ -1,9 +1,9 @@
-"""Pools of ranks, the default dtype of products, and settings that make test runs reproducible.
+"""Pools of ranks, the default dtype of matmuls, and settings that make test runs reproducible.
 
 [Note: two arithmetics]
-    CPUs with hardware for bf16 products use bf16 products by default, like GPUs, and other CPUs use fp32.
-    `--arithmetic` selects the default for a run, ranks included, and `--both-arithmetics` runs the tests marked
-    `numeric` with both, in several processes (see `_Shared`).
+    By default, CPUs with hardware for bf16 matmuls use bf16 matmuls, like GPUs. Other CPUs use fp32 matmuls.
+    `--arithmetic` selects the default dtype for a test run, including its ranks. `--both-arithmetics` runs the tests
+    marked `numeric` with both dtypes, in several processes (see `_Shared`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
 
-# Ranks also use one thread, and one process is compared bit for bit with them.
+# Ranks use one thread, too. Some tests compare this process with the ranks bit for bit.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
 
-# The numbers in these modules depend on the default dtype of products. Single tests of other modules are marked
-# `numeric`, and tests of these modules that fix the dtype of products are marked `stated`. Tests that only compare the
-# bits of two runs with the same products need no second run.
+# Results in these modules depend on the default matmul dtype, so their tests are marked `numeric`, except for tests
+# marked `stated`, which fix the matmul dtype themselves. Single tests of other modules are also marked `numeric`. A
+# test needs no second run if it only compares two runs with the same matmul dtype bit for bit.
 NUMERIC = {
     "test_auto",
     "test_docs",
@@ -41,8 +41,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Only the ranks of these modules import a framework, so they run in a process of their own, with all tests that use
-# DeepSpeed pools.
+# Only the ranks of these modules, and of tests with DeepSpeed pools, import a framework. All of these tests therefore
+# run in a separate process.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -54,7 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
-    # The result must not be cached before the environment variable is set.
+    # The environment variable is not set yet. `__wrapped__` bypasses the cache, so that the result of this call is not
+    # cached.
     own = cpu_has_bf16_matmul.__wrapped__()
     if wanted != "own":
         os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
@@ -72,16 +73,16 @@ def _name(bf16: bool) -> str:
 
 
 class _Shared:
-    """Runs the tests of a session in several processes, which keep two cores busy to the end.
+    """Runs the tests of a session in several processes, so that two cores stay busy until the end.
 
-    This process and a fork take files from a shared queue, those with ranks first. Tests of frameworks run in another
-    fork, and numeric tests with the other dtype of products in a new process. The logs of these processes are printed
-    before the last line, and their failures count.
+    This process and a fork take test files from a shared queue, in which files that need ranks come first. Another fork
+    runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The logs of these
+    processes are printed before the summary line of pytest, and a failure in any of them fails the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
-        self._beside: dict[str, int] = {}  # maps a name to a process id
+        self._beside: dict[str, int] = {}  # process ids of the other processes, keyed by name
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -91,7 +92,7 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # The pipe has indices of units as two bytes each, so that each read takes one whole index.
+        # Each index in the pipe has two bytes, so that a read of two bytes returns one whole index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
@@ -109,10 +110,10 @@ class _Shared:
         return _run(session, queue)
 
     def _become_other(self, other: str, items: list[pytest.Item]) -> NoReturn:
-        """Replace this process by a new one that runs the tests with the other dtype of products, which is cached per
-        process."""
+        """Replace this process by a new Python process that runs the tests with the other matmul dtype. A new process
+        is needed because the dtype is cached per process."""
         args = self._config.args
-        # Without single tests among the arguments only the files of the numeric tests are imported.
+        # Unless single tests are among the arguments, only the files that have numeric tests need to be imported.
         if not any("::" in arg for arg in args):
             args = list(dict.fromkeys(str(item.path) for item in items))
         os.chdir(self._config.invocation_params.dir)
@@ -120,7 +121,7 @@ class _Shared:
         os.execv(sys.executable, [*command, *args])
 
     def _forked(self, name: str) -> bool:
-        """Fork, and return True in the new process, whose output goes to a log file."""
+        """Fork this process. Return True in the child process, whose output goes to a log file."""
         reporter: Any = self._config.pluginmanager.getplugin("terminalreporter")
         reporter.flush()
         process = os.fork()
@@ -129,7 +130,7 @@ class _Shared:
             return False
         self._beside.clear()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        # The capture file belongs to the parent process.
+        # The capture file belongs to the parent process, so the child process starts a new capture.
         capture.stop_global_capturing()
         with (self._folder / name).open("w") as log:
             os.dup2(log.fileno(), 1)
@@ -137,7 +138,8 @@ class _Shared:
         capture.start_global_capturing()
         capture.suspend_global_capture()
         if self._config.pluginmanager.hasplugin("lfplugin"):
-            # Only the parent process records which of its tests failed last.
+            # Only the parent process may record which tests failed last, so the child process drops the plugin that
+            # records them.
             self._config.pluginmanager.unregister(name="lfplugin")
         return True
 
@@ -150,7 +152,7 @@ class _Shared:
                 os.kill(process, signal.SIGTERM)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
-                # The last line of the session shows this text.
+                # pytest shows this text in its final summary of errors.
                 where = (f"{name}, see above", None, "")
                 report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
                 reporter.stats.setdefault("error", []).append(report)
@@ -162,8 +164,8 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key by which tests are grouped into units: a mark, or the file, or "every_layout" for all files that
-    share the comparisons of `every_layout.py`."""
+    """Return the key by which tests are grouped into units. The key is a mark, the file, or "every_layout" for all
+    files that share the comparisons of `every_layout.py`."""
     for mark in ("framework", "apart"):
         if _has(item, mark):
             return mark
@@ -171,8 +173,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of units. Each unit is read from the iterator only before its first test, so that fixtures are
-    closed when the next test does not use them."""
+    """Run the tests of all units, which are taken from the iterator one at a time. pytest gets each test together with
+    the next one, so that it closes the fixtures that the next test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -195,7 +197,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _preload(items: list[pytest.Item]) -> None:
-    """Import the modules of these tests before ranks are forked, so that ranks need not import them again."""
+    """Import the modules of these tests before ranks are forked, so that the ranks inherit the imported modules."""
     for module in dict.fromkeys(item.path.stem for item in items if _has(item, "ranks")):
         RankPool.preload(module)
     if items and all(_has(item, "framework") for item in items):
@@ -208,7 +210,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _on_ranks(item: pytest.Item) -> bool:
-    """Return True if a fixture (`world2`, ..) of the test, or the test itself, starts ranks."""
+    """Return True if the test starts ranks, either itself or through a fixture such as `world2`."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
     pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
     return any(pools) or not {"get_pool", "compared"}.isdisjoint(called)
@@ -223,10 +225,10 @@ def _has(item: pytest.Item, mark: str) -> bool:
 
 
 class DeepSpeedPools(dict[int, RankPool]):
-    """Pools of ranks for tests of DeepSpeed, by number of ranks.
+    """Pools of ranks for DeepSpeed tests, keyed by number of ranks.
 
-    Other tests do not share these ranks, because DeepSpeed sets environment variables and keeps the process group. A
-    pool starts on its first use, and its ranks import DeepSpeed only once.
+    Other tests must not use these ranks, because DeepSpeed sets environment variables and keeps the process group. A
+    pool starts when it is first used, and its ranks import DeepSpeed only once.
     """
 
     def __missing__(self, num_ranks: int) -> RankPool:
@@ -243,7 +245,8 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# The ranks are shared by all tests. A module keeps its pool until another size is needed.
+# All tests share these pools. `get_pool` starts a pool once and then returns it again, as long as few other sizes are
+# used.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: get_pool(num)) for num in (2, 3, 4, 8)
 )

@@ -1,7 +1,7 @@
-"""A simulated CUDA device whose tensors report the device cuda:0 and are computed on the CPU.
+"""A simulated CUDA device. Its tensors report the device cuda:0, but are computed on the CPU.
 
-The mode `CudaShape` refuses what CUDA or NCCL would refuse, and records kernel launches, waits of the host and copies
-to the device; streams are not simulated, so a wrong order of streams goes unnoticed.
+The mode `CudaShape` refuses what CUDA or NCCL would refuse. It records kernel launches, waits of the host and copies to
+the device. Streams are not simulated, so missing synchronization between streams goes unnoticed.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# The operations in _FREE make a tensor or a view without launching a kernel.
+# These operations make a tensor or a view without launching a kernel.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
-_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # operations that may have tensors of two devices
-# Launches are counted by the functions in _PHASES, which are parts of a step.
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # operations that accept tensors on different devices
+# Kernel launches are counted separately for each of these functions, which are the parts of a step.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
 class Refused(RuntimeError):
-    """An operation that CUDA or NCCL would refuse, that would wait where waits are forbidden, or that would make a wide
-    copy of a matrix."""
+    """Raised for an operation that CUDA or NCCL would refuse, that would make the host wait where waiting is forbidden,
+    or that would copy a matrix to a wider dtype."""
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
     """Return the number of kernels that an operation launches.
 
-    A foreach operation is one launch if all tensors are dense, each list has a single dtype (all lists the same one,
-    except for copies), and tensors at the same index have equal sizes and strides; otherwise torch launches one kernel
-    per tensor. Long lists, which torch splits into several launches, count as one.
+    A foreach operation is one launch if all tensors are dense, all lists have the same single dtype, and tensors at the
+    same index have equal sizes and strides. For a foreach copy, the lists may differ in dtype. If any condition fails,
+    torch launches one kernel per tensor. torch splits a long list into several launches, but this function counts them
+    as one.
     """
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     if not name.startswith("_foreach") or not lists:
@@ -76,7 +77,8 @@ class OnDevice(Tensor):
         made.inner = inner
         return made
 
-    # The address of the storage shows which tensors are views of the same memory.
+    # Tensors are recognized as views of the same memory by the address of their storage, so `OnDevice` reports the
+    # storage of its inner tensor.
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
@@ -89,10 +91,10 @@ class OnDevice(Tensor):
 
 
 class CudaShape(TorchDispatchMode):
-    """A mode that simulates a CUDA device: enter it, move tensors with `.to("cuda:0")`, and step.
+    """A mode that simulates a CUDA device. Enter the mode, move tensors with `.to("cuda:0")`, and step the optimizer.
 
     Attributes:
-        launches: Number of kernels by the function of a step that launched them.
+        launches: Number of kernel launches, keyed by the part of the step that launched them.
         waits: What the host waited for, and the line of code that made it wait.
         uploads: Lines of code that copied from CPU memory to the device.
     """
@@ -101,10 +103,10 @@ class CudaShape(TorchDispatchMode):
         """Configure the mode, which takes effect when it is entered.
 
         Args:
-            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist,
-                agree to every vote and send nothing.
-            values: If False, tensors made on the device have shapes but no values, for counts at real sizes. Tensors
-                that are copied to the device keep their values.
+            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist. They
+                count as agreeing in every vote and as sending nothing.
+            values: If False, tensors made on the device have shapes but no values, so that launches can be counted for
+                models of realistic size. Tensors that are copied to the device keep their values.
         """
         super().__init__()
         self._ranks, self._values = ranks, values
@@ -112,7 +114,7 @@ class CudaShape(TorchDispatchMode):
         self.waits: list[str] = []
         self.uploads: list[str] = []
         self._pinned: set[int] = set()
-        # In "error" and "capture" mode waits are refused.
+        # In the modes "error" and "capture", the device refuses operations that make the host wait.
         self._sync_mode = "default"
         self._patches = contextlib.ExitStack()
 
@@ -126,7 +128,7 @@ class CudaShape(TorchDispatchMode):
         # A CPU build of torch has no device guard for CUDA, so C++ code that sets the device would fail. The guard of
         # the meta device, which does nothing, takes its place.
         guards = (ctypes.c_void_p * 22).in_dll(_C10, "_ZN3c104impl26device_guard_impl_registryE")
-        # In c10::DeviceType 1 is CUDA and 14 is meta.
+        # In c10::DeviceType, 1 is CUDA and 14 is meta.
         self._patches.callback(guards.__setitem__, 1, guards[1])
         guards[1] = guards[1] or guards[14]
         enter = self._patches.enter_context
@@ -143,7 +145,7 @@ class CudaShape(TorchDispatchMode):
             "synchronize": lambda *args: self._wait("synchronize"),
             "Event": lambda **options: mock.Mock(spec=["record", "query"], query=self._query),
             "current_stream": lambda *args: None,
-            # A CUDA graph is captured but not replayed.
+            # A simulated CUDA graph can be captured, but not replayed.
             "CUDAGraph": mock.Mock,
             "graph": self._capture,
             "set_sync_debug_mode": lambda mode: setattr(self, "_sync_mode", mode),
@@ -173,7 +175,8 @@ class CudaShape(TorchDispatchMode):
             self._sync_mode = "default"
 
     def _query(self) -> bool:
-        """Answer a query of an event: True, because all work of the simulated device is done at once."""
+        """Return True, because the simulated device completes all work immediately. While a graph is captured, raise
+        `Refused`."""
         if self._sync_mode == "capture":
             raise Refused("an event is asked while a graph is captured: CUDA ends the capture with an error")
         return True
@@ -182,11 +185,11 @@ class CudaShape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor calls the operation again with its local tensors.
+            # DTensor handles the operation and calls it again with local tensors.
             return NotImplemented
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        # torch runs operations on fake tensors only for their shapes.
+        # torch runs operations on fake tensors only to infer shapes, so these operations are not recorded.
         if any(issubclass(t, FakeTensor) for t in types):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -207,35 +210,36 @@ class CudaShape(TorchDispatchMode):
         return tree_map(lambda x: _wrapped(x, given), out) if on_device else out
 
     def _carried_out(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
-        """Run an operation on the inner tensors. If one of them has no values, all of them become meta tensors."""
+        """Run an operation on the inner tensors. If one of the tensors has no values, run it on meta tensors
+        instead."""
         found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
             return torch.ones((), dtype=args[0].dtype).item()
-        # The host reads from the device, and gets zeros because there are no values.
+        # The device tensor has no values, so the host reads zeros.
         if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if "device" in kwargs:
             kwargs["device"] = "meta" if empty or not (self._values or found) else "cpu"
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, empty), (args, kwargs))
-        # The CPU has no argument `out_dtype`, so the operands are converted first.
+        # CPU matmuls have no argument `out_dtype`, so the operands are first converted to that dtype.
         if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):
             return func.overloadpacket(*(t.to(args[-1]) for t in inner_args[:2]))
         if empty and name == "copy_" and not isinstance(args[1], OnDevice):
-            # A meta tensor stores no values.
+            # A meta tensor stores no values, so there is nothing to copy.
             return inner_args[0]
         out = func(*inner_args, **inner_kwargs)
         return out.clone() if name == "_to_copy" and any(out is t for t in inner_args) else out
 
     def _refuse(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        # Kernels take a 0-dim tensor from any device.
+        # CUDA kernels accept 0-dim tensors on the CPU.
         strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]
         if name not in _COPIES and 0 < len(strangers) < len(tensors):
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")
         if name == "linalg_vector_norm" and not _where().startswith("auditing/"):
             x, dtype = tensors[0], kwargs.get("dtype") or tensors[0].dtype
-            # CUDA's norm accumulates fp16 and bf16 in fp32 as it reads them, and first makes a copy for any other wider
-            # dtype.
+            # CUDA's norm kernel reads fp16 and bf16 and accumulates in fp32. For any other pair of an input dtype and a
+            # wider dtype, torch first makes a wider copy of the input.
             sums = dtype == x.dtype or (dtype, x.dtype.itemsize) == (torch.float32, 2)
             if not sums and x.dim() > 1 and min(x.shape[-2:]) > 1:
                 raise Refused(f"{func}: a copy of {x.dtype} {tuple(x.shape)} in {dtype}, at {_where()}")
@@ -251,7 +255,7 @@ class CudaShape(TorchDispatchMode):
         elif name in _COPIES and on_device and not all(isinstance(t, OnDevice) for t in tensors):
             self.uploads.append(_where())
             if not non_blocking:
-                # torch makes the host wait for the end of a blocking copy.
+                # A copy with non_blocking=False makes the host wait until the copy is complete.
                 self._wait("upload")
         elif name in _COPIES and not on_device and not (non_blocking and _address(tensors[0]) in self._pinned):
             self._wait("copy to the CPU")
@@ -272,7 +276,8 @@ class CudaShape(TorchDispatchMode):
         self.launches[_phase()] += 1
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
-            # The fake process group of torch refuses an all-to-all in which this rank sends nothing to some ranks.
+            # The fake process group of torch refuses an all-to-all in which this rank sends nothing to some ranks, so
+            # an empty one is passed on.
             nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])
         out = func(*inner_args, **inner_kwargs)
@@ -280,16 +285,17 @@ class CudaShape(TorchDispatchMode):
 
 
 class _Mirror:
-    """A stand-in for the vote with ranks that do not exist: each of them sends what this rank sends, about itself.
+    """A stand-in for voting with ranks that do not exist. Each of these ranks sends the same message as this rank, but
+    with its own rank number.
 
-    It does not support tensor-parallel parameters.
+    Tensor-parallel parameters are not supported.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks, whose equal digests cancel to 0."""
+        """Return the merged message of all ranks, in which equal digests cancel to 0."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 
@@ -311,7 +317,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the inner tensor of an argument, as a meta tensor if another argument has no values."""
+    """Return the inner tensor of an argument. If `empty`, because another argument has no values, return it as a meta
+    tensor."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 
@@ -323,7 +330,7 @@ def _wrapped(x: Any, given: dict[int, OnDevice]) -> Any:
 
 
 def _callers() -> Iterator[tuple[str, str]]:
-    """Yield the names and lines of all running functions of shardmuon, the innermost first."""
+    """Yield the name and the current line of each running function of shardmuon, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         _, package, file = frame.f_code.co_filename.rpartition("/shardmuon/")

@@ -1,8 +1,8 @@
-"""Jobs under DeepSpeed, compared with the same parameters in one process.
+"""Training jobs under DeepSpeed, compared with a dense reference in one process.
 
-Gradients are multiples of 1/8, or of 3/8 on three ranks, so that their means are exact in every dtype and order of
-summation; with clipping the dense update takes the gradient that DeepSpeed handed over, half of which is in the
-momentum.
+Gradients are multiples of 1/8 (or of 3/8 on three ranks), so that their mean is exact in every dtype and in any order
+of summation. With gradient clipping, the dense reference uses the clipped gradient that DeepSpeed passed to the
+optimizer. The job reads it from the momentum, which is half of the gradient after the first step.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from shardmuon.frameworks.deepspeed import DeepSpeedHost
 from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
 
 Shapes = dict[str, tuple[int, ...]]
-Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # names of parameters, and options
+Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # parameter names and options of each group
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def as_it_is(function: Any = None, **options: Any) -> Any:
-    """Stand-in for `torch.compile` that compiles nothing, used as a decorator with or without parentheses."""
+    """Return the function uncompiled. This stand-in for `torch.compile` also works as a decorator, with or without
+    parentheses."""
     return (lambda decorated: decorated) if function is None else function
 
 
 @lru_cache
 def import_deepspeed() -> None:
-    """Import DeepSpeed without compiling its own Muon, because loading torch's compilers takes 1.7 of 2.4 seconds.
-    Imported objects are excluded from garbage collection, which stage 3 runs in every step."""
+    """Import DeepSpeed without compiling its Muon, because loading torch's compilers takes 1.7 of the 2.4 seconds.
+    Imported objects are frozen, so that the garbage collection in every step of ZeRO stage 3 does not scan them."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", as_it_is), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,8 +60,8 @@ def start() -> None:
 
 @contextmanager
 def quiet() -> Iterator[Any]:
-    """Yield the module of DeepSpeed, without its log output, compiled helpers and the warnings that torch raises for
-    its calls."""
+    """Yield the DeepSpeed module, with its log output, its compiled helpers and torch's warnings about its calls
+    disabled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed = start_deepspeed()
@@ -85,11 +86,11 @@ SHAPES: Shapes = {
     "tiny": (1, 2),
 }
 MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
-# Eight matrices and three heads are orthogonalized in each step.
+# Each step orthogonalizes eight matrices, and the three heads of the parameter "heads".
 RUNS = 11
-# The first group has six matrices of different shapes, including a row, with a frozen and a tied matrix between them.
-# Groups of matrices come before and after the AdamW group, and the last matrix has fewer elements than there may be
-# ranks.
+# The first group has six trained matrices of different shapes. The matrix "row" is a single row, "e" is tied, and a
+# frozen matrix is between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny" has
+# fewer elements than there may be ranks.
 GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),
@@ -97,7 +98,7 @@ GROUPS: Groups = [
     (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
-# Universal checkpoints do not support a flat buffer without any element.
+# Universal checkpoints do not support an empty flat buffer, so "tiny" is in one group with "d".
 JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 
@@ -156,21 +157,21 @@ class Net(nn.Module):
 
     def forward(self, factors: dict[str, Tensor]) -> Tensor:
         uses = {name: getattr(self, name) for name in self.names}
-        # Each of the two uses of the weight gets half of the gradient, which is exact.
+        # The tied weight is used twice. Each use contributes half of the gradient, and the sum of the halves is exact.
         if "e" in uses:
             uses["e"] = self.e / 2 + (self.tied - self.tied.detach()) / 2
         return torch.stack([(p * factors[n][: len(p)]).sum().float() for n, p in uses.items()]).sum()
 
 
 def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tensor]:
-    """Return the factors of the weights on a rank, which are also the gradients."""
+    """Return the factors by which the loss multiplies the weights on a rank. These factors are also the gradients."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     unit = (3 if dist.get_world_size() == 3 else 1) / 8
     return {n: torch.randint(-8, 9, s, generator=generator) * unit for n, s in shapes.items()}
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """Return the text of the error that a call raises, or ""."""
+    """Return the text of the error that a call raises, or "" if the call succeeds."""
     try:
         call()
     except Exception as error:
@@ -182,13 +183,13 @@ class Job:
     """A model under DeepSpeed, and a dense copy of its parameters in this process.
 
     Args:
-        change: Changes the model after the optimizer was made and before DeepSpeed is initialized.
+        change: Function that changes the model after the optimizer is made and before DeepSpeed is initialized.
         options: Options of `Muon`.
     """
 
     def __init__(self, deepspeed: Any, case: Case, change: Callable[[Any], object] | None = None, **options: Any):
         self.case = case
-        # torch computes fp16 on any CPU, although DeepSpeed reports it as unsupported.
+        # torch computes in fp16 on any CPU, although DeepSpeed reports fp16 as unsupported.
         if case.dtype == "fp16":
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         with deepspeed.zero.Init(config_dict_or_path=case.written()) if case.zero_init else nullcontext():
@@ -198,7 +199,7 @@ class Job:
             p.data = p.data.to(DTYPES[case.dtype]).float()
         self.trained = [name for name, p in self.dense.named_parameters() if p.requires_grad]
         options = {"method": case.method, **options}
-        # Hyperball does not support weight decay.
+        # Hyperball variants do not support weight decay, so jobs with a variant use none.
         if options.get("variant"):
             options["weight_decay"] = 0.0
         self.optimizer = Muon(self._groups(self.net, options, case.named), lr=1e-3, **options)
@@ -207,7 +208,8 @@ class Job:
         if change is not None:
             first = self.net.a
             change(self.net)
-            # DeepSpeed remaps the parameters of a client optimizer in the same way.
+            # `change` may have replaced the parameter `a`. DeepSpeed itself remaps the parameters of a client optimizer
+            # in this way.
             for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
         self.engine = initialize(self.net, self.optimizer, case.written())
@@ -218,7 +220,7 @@ class Job:
         for names, of_group in self.case.groups:
             params = [(n, p) for n, p in ((n, net.get_parameter(n)) for n in names) if p.requires_grad]
             groups.append({"params": params if named else [p for _, p in params], **of_group})
-            # With a momentum or beta of 0.5 the state after one step has half of the gradient.
+            # With a momentum or beta of 0.5, the state after the first step is half of the gradient.
             if self.case.clip:
                 groups[-1] |= {"momentum": 0.5} if of_group.get("use_muon", True) else {"betas": (0.5, 0.95)}
             if options.get("variant"):
@@ -226,7 +228,7 @@ class Job:
         return groups
 
     def said(self, number: int = 0) -> str:
-        """Return the text of the error of a training step under DeepSpeed, or ""."""
+        """Run a training step under DeepSpeed. Return the text of its error, or "" if it succeeds."""
         return said_by(lambda: self.train(number))
 
     def step(self, number: int) -> None:
@@ -234,7 +236,7 @@ class Job:
         self.step_dense(number)
 
     def train(self, number: int) -> None:
-        """Train a step under DeepSpeed only."""
+        """Run a training step under DeepSpeed, but not the dense step."""
         for micro in range(self.case.accumulate):
             self.engine.backward(self.engine(factors(self.case.shapes, number, micro, dist.get_rank())))
             self.engine.step()
@@ -242,7 +244,8 @@ class Job:
     def step_dense(self, number: int) -> None:
         every = itertools.product(range(self.case.accumulate), range(dist.get_world_size()))
         parts = [factors(self.case.shapes, number, micro, rank) for micro, rank in every]
-        # The bound covers the norm (the root of a sum of squares), the clipping factor and the product.
+        # The bound covers the rounding of the gradient norm (the root of a sum of squares), of the clipping factor, and
+        # of the clipped gradient.
         bound = 2 * sum_roundoff(torch.float32, sum(map(math.prod, self.case.shapes.values())))
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()
@@ -255,11 +258,13 @@ class Job:
         self.reference.step()
 
     def masters(self) -> dict[str, Tensor]:
-        """Return DeepSpeed's fp32 master weights, which its own function reads wrongly with round_robin_gradients."""
+        """Return DeepSpeed's fp32 master weights. The result is wrong with round_robin_gradients, because the DeepSpeed
+        function that reads the weights does not support it."""
         return {n: whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights, and the fp32 master weights of half-precision ones. Collective at stage 3."""
+        """Return the model's weights and, for half-precision weights, also the fp32 master weights. Collective at ZeRO
+        stage 3."""
         import deepspeed
 
         params = [getattr(self.net, n) for n in self.trained]
@@ -270,7 +275,7 @@ class Job:
         return own | {f"{n} (master)": t for n, t in self.masters().items()}
 
     def check(self, names: Sequence[str] | None = None) -> None:
-        """Assert that the weights have the bits of the dense ones."""
+        """Assert that the weights are bitwise equal to the dense reference's weights."""
         now = {name: (name.removesuffix(" (master)"), value) for name, value in self.weights().items()}
         dense = {name: p.detach() for name, p in self.dense.named_parameters() if name in (names or self.trained)}
         assert [n for n, (of, w) in now.items() if of in dense and not torch.equal(w, dense[of].to(w.dtype))] == []
@@ -291,7 +296,7 @@ def started(case: Case, **changed: Any) -> Iterator[Job]:
 
 
 def dense_update(weight: Tensor, momentum: Tensor) -> Tensor:
-    """Return a weight after a dense step with the options `HALF`, whose gradient is twice the momentum."""
+    """Return a weight after a dense step with the options `HALF` and a gradient of twice the given momentum."""
     dense = nn.Parameter(weight.clone())
     dense.grad = 2 * momentum
     assert float(dense.grad.norm()) > 0

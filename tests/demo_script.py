@@ -1,6 +1,5 @@
-"""Imports scripts of examples/ as modules without adding the folder to sys.path, where its other files could shadow
-libraries.
-"""
+"""Imports scripts of examples/ as modules. The folder is not added to sys.path, because its other files could shadow
+libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def load_example(name: str) -> Any:
-    """Run a script as a module with this name, under which pickle finds its functions and dataclasses on ranks."""
+    """Import a script as a module with the same name, so that pickle finds its functions and dataclasses on the
+    ranks."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

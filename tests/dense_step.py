@@ -1,7 +1,8 @@
-"""A reference implementation of Muon on whole tensors, without plans, buckets, tiles or ranks.
+"""A dense reference implementation of Muon on full tensors, without plans, buckets, tiles or ranks.
 
-Momentum, decay, views and the order of roundings are implemented here again; orthogonalization, the formulas of stages
-and the rounding of tensors come from the package, which tests them separately.
+Momentum, weight decay, matrix views and the order of roundings are implemented independently of the package.
+Orthogonalization, the formulas of post-processing stages (NorMuon, ..) and the rounding of tensors come from the
+package and have tests of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SCALES = {
 
 
 def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return the indices of the elements of each matrix, in the shape of the matrix."""
+    """Return the flat indices of the elements of each matrix, as one array of the matrix's shape per matrix."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
     found = []
@@ -53,15 +54,15 @@ def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndar
 
 
 class DenseMuon:
-    """Dense Muon, which steps whole tensors one matrix at a time.
+    """Dense Muon, which steps full tensors one matrix at a time.
 
     Args:
         weights: One weight for each group.
-        groups: Groups like `Muon.param_groups`, of one parameter each.
+        groups: Groups like `Muon.param_groups`, each with a single parameter.
         chooser: Chooses how each matrix is orthogonalized.
-        config: Says how momentum and weights are stored.
-        wire: Dtype in which matrices and results are sent if products are not in half precision. fp64 weights are sent
-            in fp64.
+        config: How momentum and weights are stored.
+        wire: Dtype in which matrices and results are sent if matmuls are not in half precision. Matrices of fp64
+            weights are always sent in fp64.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class DenseMuon:
 
 
 class _Param:
-    """One parameter with its state.
+    """A parameter and its optimizer state.
 
     Attributes:
         weight: The weight, in its stored dtype.
@@ -111,7 +112,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # the number of dims that count rows
+        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims that index rows
         self._name, self._chooser, self._storage, self._wire = name, chooser, config, wire
         self._steps = 0
 
@@ -146,7 +147,7 @@ class _Param:
                 flat[at] = (flat[at].to(wide) * factor.to(wide)).to(flat.dtype)
 
     def _orthogonalized(self, x: Tensor, number: int, group: Mapping[str, Any], stages: Sequence[Any]) -> Tensor:
-        """Return the orthogonalized matrix, rounded to the dtype in which it is sent."""
+        """Return the orthogonalized matrix, rounded to the dtype in which results are sent."""
         coefficients = Settings.of(group).coefficients
         choice = self._chooser.choice(*x.shape, coefficients, CPU)
         narrow = choice.dtype in HALVES or choice.method == "torch"
@@ -175,7 +176,7 @@ class _Param:
         return self.weight.flatten()[at].double().norm().float()
 
     def _bits(self, purpose: str) -> Tensor:
-        """Return the random bits of all elements in this step."""
+        """Return the random bits for the stochastic rounding of all elements in this step."""
         stream = Stream.of(self._name, purpose, self._steps, max(at.shape[1] for at in self._elements))
         found = torch.empty(self.weight.numel(), dtype=torch.int32)
         for number, at in enumerate(self._elements):
@@ -201,7 +202,8 @@ class _Param:
         if asked == "int8":
             made = encode(new, rows, old, self._bits("momentum"))
             self.state["momentum_buffer"], self.state["momentum_scale"] = made
-        # Rounding is stochastic where the momentum moved by less than the spacing of bf16.
+        # Where the momentum changed by less than the spacing of bf16, it is rounded stochastically, and elsewhere to
+        # nearest.
         elif rounded:
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
             self.state["momentum_buffer"] = _round_by(new, torch.where(less, self._bits("momentum"), _NEAREST))
@@ -220,7 +222,7 @@ class _Param:
 
 
 def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Apply weight decay and the update to a weight, in at least fp32."""
+    """Return the weight, in at least fp32, after weight decay and the update."""
     lr, result = float(lr), result.to(weight.dtype)
     decayed = weight * (1 - lr * decay)
     weight = torch.where(result * weight > 0, decayed, weight) if cautious else decayed
@@ -228,9 +230,10 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Step one matrix as torch.optim.Muon does, in the dtype of the weights."""
+    """Update one matrix as torch.optim.Muon does, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-    # The iteration of torch.optim.Muon returns a tall matrix in column-major order.
+    # The iteration of torch.optim.Muon returns tall matrices in column-major order, so the update has the same memory
+    # format.
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result
     return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))
 
@@ -239,7 +242,7 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
 
 
 class Stores:
-    """Momentum of several parameters as simulated ranks store it, and the step counts of the parameters."""
+    """Momentum of several parameters as simulated ranks store it, and the step count of each parameter."""
 
     def __init__(self, storage: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
         self._storage, self._layouts = storage, layouts
@@ -256,7 +259,7 @@ class Stores:
                 self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
 
     def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Return a function that gives the rounding of each parameter on a rank."""
+        """Return a function that maps a rank to the `Rounding` of each parameter on that rank."""
         drawn = [
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
@@ -274,7 +277,7 @@ class Stores:
         return of_rank
 
     def values(self, number: int, rank: int) -> Tensor:
-        """Return the stored momentum of a parameter on a rank, dequantized if it is int8."""
+        """Return a rank's part of the momentum of a parameter. 8-bit momentum is dequantized."""
         kept = self.momenta[number][rank]
         return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
 
@@ -283,21 +286,21 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # options that the parameters cycle through
-    # dtypes of weight and gradient that the parameters cycle through
+    options: Sequence[Mapping[str, Any]],  # options, assigned to the parameters in rotation
+    # dtypes of weight and gradient, assigned to the parameters in rotation
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
-    copies: int = 1,  # number of parameters for each view
+    copies: int = 1,  # number of parameters with each view
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights
     buffers: str | None = None,  # device of the buffers, by default that of the weights
     **whole_options: Any,
 ) -> None:
-    """Assert that `Muon` in one process, simulated ranks and dense Muon have the same bits in three steps.
+    """Assert that `Muon` in one process, simulated ranks and dense Muon are bitwise identical over three steps.
 
-    The lr changes in each step, gradients are missing in two steps, and two matrices have a row of zeros. On a device
-    other than the CPU only momentum is compared with dense Muon.
+    The lr changes in each step, and some gradients are missing in two of the steps. The gradients of the first two
+    parameters have a row of zeros. On devices other than the CPU, only momentum is compared with dense Muon.
     """
     torch.manual_seed(8)
     config, at = MuonConfig(**whole_options), torch.device(buffers or device)
@@ -342,8 +345,8 @@ def assert_like_the_formula(
 
 
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
-    """Compare bit for bit all weights and state whose key begins with `which`, because products on another device round
-    differently."""
+    """Assert that weights and state match the dense reference. Only entries whose key begins with `which` must be
+    bitwise equal, because matmuls on another device round differently."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}
@@ -371,6 +374,6 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Return True if bits, dtype and device are equal; empty tensors are always equal."""
+    """Return True if values, dtype and device are equal. An empty tensor counts as equal to anything."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

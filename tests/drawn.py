@@ -1,4 +1,4 @@
-"""Hypothesis strategies for random tensors, the ways to read them as matrices, and their layouts on ranks."""
+"""Hypothesis strategies for random tensor shapes, their matrix views, and their layouts on ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardmuon.layout.pieces import Box, FlatRange, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, matrix_view
 
 Shape = tuple[int, ...]
-Viewed = tuple[Shape, dict[str, Any]]  # a shape, and the options of its matrix view
+Viewed = tuple[Shape, dict[str, Any]]  # a shape and the options of its matrix view
 
 
 @st.composite
 def viewed(draw: st.DrawFn) -> Viewed:
-    """Draw a shape and its view: a matrix, a stack, a flattened tensor or a kernel, either whole or split into blocks
-    or heads along one side."""
+    """Draw the shape and the view of a tensor. The view is a matrix, a stack of matrices, a flattened tensor or a
+    convolution kernel. It may be split into blocks or heads along one side."""
     kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     groups = draw(st.integers(1, 4))
@@ -44,7 +44,7 @@ def viewed(draw: st.DrawFn) -> Viewed:
 
 
 def _boxes(draw: st.DrawFn, shape: Shape) -> list[Box]:
-    """Draw a partition of a tensor into boxes, by cutting boxes repeatedly at random places of one or two dims."""
+    """Draw a partition of a tensor into boxes. Boxes are cut repeatedly at random positions along one or two dims."""
     boxes = [Box((0,) * len(shape), shape)]
     dims = draw(st.lists(st.sampled_from(range(len(shape))), min_size=1, max_size=2))
     for _ in range(draw(st.integers(0, 4))):
@@ -58,7 +58,7 @@ def _boxes(draw: st.DrawFn, shape: Shape) -> list[Box]:
 
 
 def _ranges(draw: st.DrawFn, box: Box, within: Box | None = None) -> list[Piece]:
-    """Draw a partition into ranges of the flattened tensor; ranges may be empty, and may or may not end with a row."""
+    """Draw a partition of a flattened box into ranges. Ranges may be empty, and may end inside a row."""
     unit = draw(st.sampled_from([1, math.prod(box.size[1:]) or 1]))
     cuts = sorted(unit * n for n in draw(st.lists(st.integers(0, box.numel // unit), max_size=4)))
     return [FlatRange(a, b, within) for a, b in itertools.pairwise([0, *cuts, box.numel])]
@@ -66,7 +66,8 @@ def _ranges(draw: st.DrawFn, box: Box, within: Box | None = None) -> list[Piece]
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
-    """Draw a partition into boxes, into flat ranges, or into flat ranges of boxes."""
+    """Draw a partition of a tensor into boxes, into ranges of the flattened tensor, or into ranges of flattened
+    boxes."""
     kind = draw(st.sampled_from(["boxes", "boxes", "ranges", "ranges of boxes"]))
     if kind == "boxes":
         return list(_boxes(draw, shape))
@@ -77,7 +78,8 @@ def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
 
 @st.composite
 def layouts(draw: st.DrawFn, view: MatrixView) -> ParamLayout:
-    """Draw a layout on up to five ranks, in which pieces may be replicated and ranks may have any number of pieces."""
+    """Draw a layout on up to five ranks. A piece may be stored on several ranks, and a rank may store any number of
+    pieces."""
     ranks = range(draw(st.integers(1, 5)))
     pieces: dict[int, list[Piece]] = {rank: [] for rank in ranks}
     for piece in draw(partitions(view.shape)):
@@ -88,7 +90,8 @@ def layouts(draw: st.DrawFn, view: MatrixView) -> ParamLayout:
 
 @st.composite
 def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> ParamLayout:
-    """Draw random placements on a mesh, with strided shards where two axes shard the same dim in reverse order."""
+    """Draw a layout with random placements on a mesh. Some shards are strided, as when two mesh axes shard the same dim
+    in reverse order."""
     dims = st.integers(0, len(view.shape) - 1)
     placements: list[Shard | None] = [None if draw(st.booleans()) else Shard(draw(dims)) for _ in mesh]
     for axis, placement in enumerate(placements):
@@ -101,7 +104,8 @@ def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> Pa
 
 @st.composite
 def models(draw: st.DrawFn) -> list[tuple[ParamLayout, dict[str, Any]]]:
-    """Draw up to four tensors and their views, on a mesh of up to twelve ranks or on arbitrary ranks."""
+    """Draw up to four tensors with their views, laid out on a mesh of up to twelve ranks or on up to five ranks without
+    a mesh."""
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda m: math.prod(m) <= 12)))
     model = []
     for shape, options in draw(st.lists(viewed(), min_size=1, max_size=4)):

@@ -1,4 +1,4 @@
-"""Comparisons and plans of all layouts, computed once for all tests that use them."""
+"""Comparisons and plans of every layout, computed once and shared by all tests that use them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
-# Options and machine rates by number of ranks, for comparisons with one process. With the rates of SHARING, results
-# reach replicas in two exchanges.
+# Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
+# rates of SHARING, results reach the other replicas in a second exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
-STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # number of steps, by number of ranks, in comparisons with one process
+STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # number of steps in comparisons with a single-process run, keyed by number of ranks
 
-# The layouts by number of ranks: meshes of 2 x 2 x 2 and 4 x 2 on 8 ranks, and sizes that do not divide evenly on 3
-# ranks.
+# Layouts to compare, keyed by number of ranks. The layouts on 8 ranks use meshes of 2 x 2 x 2 and 4 x 2. On 3 ranks,
+# most sizes do not divide evenly.
 ROWS = {
     8: ("hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp"),
-    # All layouts run on 3 ranks in test_golden.py.
+    # A third of the layouts is enough for 3 ranks, because test_golden.py runs all layouts on 3 ranks.
     3: [*LAYOUTS, *Fsdp1Run.ROWS][1::3],
     2: [*LAYOUTS, *Fsdp1Run.ROWS][::2],
     4: [*LAYOUTS, *Fsdp1Run.ROWS],
@@ -48,11 +48,11 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Numbers of exchanges, bytes sent and matrices by `count_plan`.
-        sides: Bytes sent and bytes received, each as those within a node and those between two nodes of half of the
-            ranks.
+        counted: Number of exchanges, number of bytes sent and number of matrices, as counted by `count_plan`.
+        sides: Bytes sent and bytes received. Each is a pair of the bytes within a node and the bytes between nodes,
+            where two nodes have half of the ranks each.
         messages: Number of messages to other ranks in all exchanges.
-        digests: Digests of the plan in hex, by set of ranks.
+        digests: Digests of the plan in hex, keyed by rank set.
     """
 
     counted: tuple[int, int, int]
@@ -79,7 +79,7 @@ def planned(optimizer: Muon) -> Planned:
 
 
 def digests_of(plan: Plan) -> dict[Ranks, str]:
-    """Return the digests of all sets of two or more ranks in hex, small sets first."""
+    """Return the plan's digests for all sets of two or more ranks in hex, small sets first."""
     ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
     return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
 
@@ -88,27 +88,27 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
     for traffic, plan in zip(traffics, plans, strict=True):
         assert plan.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
     sent, received = ([sum(plan.sides[which][at] for plan in plans) for at in (0, 1)] for which in (0, 1))
-    # All bytes that are sent within and between nodes must also be received there.
+    # Over all ranks, as many bytes must be received as sent, both within nodes and between nodes.
     assert sent == received
 
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Return the comparisons of a layout on each rank, by the name of the reference.
+    """Return the comparisons of a layout on each rank, keyed by the name of the reference.
 
-    References are "dense", and torch.optim.Muon on 4 ranks and, for every third layout, on 2 ranks. For "dense",
-    `about` is the plan and the number of messages to other ranks per step.
+    One reference is "dense", Muon in a single process. On 4 ranks, and for every third layout on 2 ranks, another
+    reference is torch.optim.Muon. For "dense", `about` has the plan and the number of messages to other ranks per step.
     """
     return get_pool(world).run(_comparisons, layout)
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare with one process, and on 4 ranks (fp32) and 2 ranks (bf16) with torch.optim.Muon.
+    """Compare with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 
-    The plan depends neither on the reference nor, apart from bytes, on the dtype, so not every combination is run. A
-    second step reuses the momentum and the plan of the first step.
+    Not every combination is run, because the plan is the same for all references, and only its byte counts depend on
+    the dtype. A second step reuses the momentum and the plan of the first step.
     """
-    # Equal arguments let each rank compute a reference only once for all layouts.
+    # All layouts pass equal arguments, so that each rank computes a reference only once.
     once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()
@@ -126,7 +126,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    # bf16 weights have the same plans as fp32 weights
+    # bf16 weights have the same plans as fp32 weights, so comparing every third layout is enough.
     elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
         found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

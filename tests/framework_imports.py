@@ -1,4 +1,5 @@
-"""Imports of all installed frameworks, which the ranks of framework tests inherit from the process that forks them."""
+"""Imports all installed frameworks, so that ranks of framework tests inherit the imports from the process that forks
+them."""
 
 from __future__ import annotations
 

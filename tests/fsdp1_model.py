@@ -1,4 +1,4 @@
-"""A model wrapped with FSDP1, and the same model in one process."""
+"""A model wrapped with FSDP1, and the same model trained in one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 
 
 class Block(nn.Module):
-    """A block with matrices of unequal shapes, a norm and a bias, so that shards end inside rows and some ranks store
-    nothing of some matrices."""
+    """A block with matrices of different shapes, a norm and a bias. With these shapes, shards end inside rows, and some
+    ranks store no element of some matrices."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,13 +65,14 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
-    """Return the wrapped model and its optimizer. `how` has options of the FSDP wrapper."""
+    """Return the wrapped model and its optimizer. `how` has arguments of the FSDP wrapper."""
     model = wrapped(tied(), strategy, **how)
     return model, Muon(model, **OPTIONS, **(options or {}))
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    """Return the loss on tokens that are the same on all ranks, so that the mean of 2 or 4 equal gradients is exact."""
+    """Return the loss on tokens that are the same on all ranks. All ranks then have equal gradients, whose mean over 2
+    or 4 ranks is exact."""
     return model(torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))).square().mean()
 
 
@@ -87,7 +88,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def alone(steps: int, **options: Any) -> dict[str, Tensor]:
-    """Return the weights of a model that was trained in one process."""
+    """Train the model in one process, and return its weights."""
     model = tied()
     train(model, Muon(model, **OPTIONS, **options), range(steps))
     return plain_weights(model)
@@ -98,8 +99,8 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
     return [name for name, t in expected.items() if not torch.equal(found[name], t)]
 
 
-# With offload_to_cpu=True (the default) FSDP1 of torch 2.13 copies nothing on CPUs, so the gathered tensors of all
-# kinds of state share the memory of the last kind, with any optimizer.
+# With offload_to_cpu=True (the default), FSDP1 of torch 2.13 does not copy gathered tensors on CPUs. The gathered
+# tensors of all state keys then share memory, and all have the values of the last key. This happens with any optimizer.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

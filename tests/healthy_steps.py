@@ -14,12 +14,12 @@ from shardmuon import Muon, audit
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
 VARIANTS = ("normuon", "muon_eq", "hyperball", "muon_eq+normuon", "muon_eq+hyperball", "normuon+hyperball")
-IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)  # The variants that consecutive seeds use.
+IN_TURN = (*VARIANTS, *[None] * len(VARIANTS), *LATER)  # variants, in the order in which consecutive seeds use them
 SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
 
 
 def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Return an fp64 matrix with this kind of spectrum."""
+    """Return a random fp64 matrix with the given kind of spectrum."""
     x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
     if kind == "gauss":
         return x
@@ -43,8 +43,8 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
 def healthy(
     dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
 ) -> tuple[list[str], list[str], int, str]:
-    """Make two steps of a random optimizer, and audit the second. Returns findings, statuses, the number of matrices,
-    and all random choices.
+    """Take two steps of a randomly configured optimizer, and audit the second. Return the findings, the statuses, the
+    number of matrices, and a description of the random choices.
 
     The tests of the audit pin seeds, so the lists of choices must not grow, and new options must be drawn from a second
     `Random`.

@@ -1,7 +1,7 @@
-"""Finds all functions of the package that run before a collective, and raises an exception in any one of them.
+"""Finds all functions of the package that run before a collective, and raises an exception in any of them.
 
-A profile function sees every call, including lambdas, properties and generators, and what it raises appears in the
-called function before its first line.
+A profile function sees every call, including calls of lambdas, properties and generators. An exception that it raises
+appears in the called function, before the first line.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from jobs import unlike
 import shardmuon
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
-# Files of a satellite package shardmuon_x are at ../shardmuon_x/ relative to the root.
+# A satellite package shardmuon_x is installed beside shardmuon, so this is the common prefix of the paths of all
+# satellites.
 SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"
 
-# The functions in TRANSPORT carry the messages that report an exception to other ranks, so no exception is raised in
-# them. Each entry is (file, function), and "" stands for all functions of a file.
+# The functions in TRANSPORT carry the messages that report an exception to other ranks, so the tests raise no exception
+# in these functions. Each entry is (file, function). The function "" stands for all functions of the file.
 TRANSPORT = {
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
@@ -69,7 +70,8 @@ TRANSPORT = {
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/clip.py", "norm"),
 }
-# Without DeepSpeed the generators in UNREAD are closed but never read, and Python ignores what they raise then.
+# Without DeepSpeed, the generators in UNREAD are closed but never read, and Python ignores an exception that a
+# generator raises when it is closed.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
@@ -82,7 +84,7 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
-    @functools.cache  # `Place.of` is cached because a profile function runs at every call.
+    @functools.cache  # `Place.of` is cached, because the profile function runs at every function call.
     def of(cls, code: CodeType) -> Place | None:
         if not code.co_filename.startswith((ROOT, SATELLITES)):
             return None
@@ -97,7 +99,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the lines of comprehensions in functions of `TRANSPORT` that process received messages without a guard."""
+    """Return the lines of comprehensions that process received messages without a guard in functions of `TRANSPORT`."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -115,12 +117,12 @@ def _sorting(file: str) -> frozenset[int]:
 
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """Return the functions that run in `call()` between the entry of the function `begin` and a collective.
+    """Return the functions that run in `call()` after the function `begin` is entered and before a collective.
 
-    The collective is the first one, or with `last` the last one before the function `last` is entered. With
-    last="<end>" all functions up to the end of the call are returned.
+    Without `last`, this is the first collective. With `last`, it is the last collective before the function `last` is
+    entered. With last="<end>", all functions up to the end of the call are returned.
     """
-    # Each function is stored with the number of collectives before it.
+    # Each entry is a function and the number of collectives before it.
     found: list[tuple[Place, int]] = []
     state = {"begun": False, "ended": False, "collectives": 0}
 
@@ -150,9 +152,9 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
 
 @contextlib.contextmanager
 def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[dict[str, int]]:
-    """Raise `error` in call number `number` of `place` after the function `after` has been entered.
+    """Raise `error` in the `number`-th call of `place` after the function `after` has been entered.
 
-    Yields a dict whose "calls" counts the calls of `place`.
+    Yields a dict whose entry "calls" is the number of calls of `place`.
     """
     state = {"begun": not after, "calls": 0}
     line = place.line if place else 0
@@ -163,7 +165,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # The line is compared first, because hashing the code object of every call would be slow.
+        # The line number is compared first. `Place.of` hashes the code object, which would be slow for every call.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
@@ -192,7 +194,7 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-# exceptions whose type a step keeps on the rank that raised
+# exception types that `step` does not convert on the rank that raised
 STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
@@ -211,8 +213,11 @@ def check_all_raise(
     number: int,
     after: str,
 ) -> bool | None:
-    """Return True if all ranks raised, False if no rank did because the caller handles the exception, and None if
-    `place` was called fewer than `number` times. Fail if only some ranks raised."""
+    """Raise `error` in `place` on one rank, and check that all ranks raise or none does.
+
+    Returns True if all ranks raised, False if no rank did because the caller handles the exception, and None if `place`
+    was called fewer than `number` times.
+    """
     mine = victim == dist.get_rank()
     began = time.monotonic()
     wrong: BaseException | None = None
@@ -230,7 +235,7 @@ def check_all_raise(
     if not raised[0]:
         return False if told[victim][1] else None
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    # Calls other than `step` may raise a ValueError that quotes the exception.
+    # A call other than `step` may replace the exception by a ValueError that quotes it.
     in_words = after != "step" and isinstance(error, Exception)
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
     named = MARK if error.args else "AssertionError"
@@ -239,8 +244,8 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather both flags of every rank in a collective whose first number differs from every message of the package, so
-    that ranks that are out of step are detected."""
+    """Gather the two flags of every rank. The message starts with a number that no message of the package starts with,
+    so a rank that is in another collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -255,7 +260,7 @@ def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
 
 
 def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """Return the functions found on any rank, in the same order on every rank."""
+    """Return the functions that `places` finds on any rank, in the same order on every rank. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, places(call, begin, last))
     return list(dict.fromkeys(Place(*place) for theirs in found for place in theirs))
@@ -271,17 +276,16 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Raise an exception in each function in `known`, one function in each call, with varying kinds of exceptions and
-    ranks.
+    """Raise an exception in each function of `known`, in one function per call. The exception type and the rank vary.
 
     Args:
-        call: The call, which enters `begin` before the functions.
-        held: Returns all that a refused call must leave unchanged.
-        before: Prepares each call, given the index of the function.
+        call: The call, which enters the function `begin` before the functions of `known`.
+        held: Returns everything that a refused call must leave unchanged.
+        before: Prepares each call. The argument is the index of the function.
         again: Whether to raise also in the third call of every fourth function.
 
     Returns:
-        The functions in which an exception passed unnoticed, and the number of exceptions that all ranks raised.
+        The functions in which an exception went unnoticed, and the number of exceptions that all ranks raised.
     """
     passed, raised = list[str](), 0
     for at, place in enumerate(known):
@@ -300,7 +304,7 @@ def plant(
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
-    """Raise an exception in each function of `optimizer.step` before its first collective, when a framework calls the
+    """Raise an exception in each function of `optimizer.step` before its first collective, while a framework calls the
     step.
 
     Args:
@@ -308,7 +312,7 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         stride: Exceptions are raised in every `stride`-th function only.
 
     Returns:
-        The names of the functions, and the functions in which an exception passed unnoticed.
+        The names of the functions, and the functions in which an exception went unnoticed.
     """
     original, known, passed = optimizer.step, list[Place](), list[str]()
 
@@ -323,7 +327,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         groups = [(group, list(group["params"])) for group in optimizer.param_groups]
 
         def held() -> dict[str, object]:
-            # A refused step may leave the framework's own groups in the optimizer.
+            # A refused step may leave the framework's own parameter groups in the optimizer, so the original groups are
+            # put back.
             optimizer.param_groups = [group for group, _ in groups]
             for group, params in groups:
                 group["params"] = params
@@ -337,6 +342,6 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
     for wrapper in (trace, plant_):
         optimizer.step = wrapper
         run()
-    # A last training step without an exception must succeed.
+    # The last training step is run without an exception and must succeed.
     run()
     return [place.name for place in known], passed

@@ -1,4 +1,5 @@
-"""Optimizers with parameters that ranks share in various ways, comparisons of all that a step changes, and backups."""
+"""Jobs whose parameters are shared by ranks in various ways, comparisons of everything that a step changes, and backups
+of jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from shardmuon.testing.layouts import LAYOUTS as TABLE
 from shardmuon.testing.layouts import mesh_of, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Cut = Callable[[Tensor], Tensor]  # maps a whole tensor to the part that this rank stores
+Cut = Callable[[Tensor], Tensor]  # maps a full tensor to the part that this rank stores
 Sets = Sequence[tuple[int, ...]]
 
 FAMILIES: dict[str, Sets] = {
@@ -42,13 +43,13 @@ def rows_on(mesh: DeviceMesh, *placements: Placement) -> Cut:
 
 
 def as_in(layout: str) -> Cut:
-    """Return a function that shards a tensor like a layout of shardmuon.testing.layouts."""
+    """Return a function that shards a tensor as in a layout of shardmuon.testing.layouts."""
     case = TABLE[layout]
     return lambda t: case.build({"t": t}, case.mesh(dist.get_world_size()))["t"]
 
 
 class Spec(NamedTuple):
-    """A parameter of a job. `lacks` means that ranks without elements of the parameter have no gradient, as in
+    """A parameter of a job. If `lacks`, ranks without elements of the parameter have no gradient, as in
     Megatron-FSDP."""
 
     name: str
@@ -60,7 +61,8 @@ class Spec(NamedTuple):
 
 
 def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
-    """Return a group for each set of ranks that contains this rank, with two trained and one frozen matrix."""
+    """Return a parameter group for each set of ranks that contains this rank. Each group has two trained matrices and,
+    with `frozen`, a frozen one."""
     found = []
     for ranks in sets:
         if dist.get_rank() in ranks:
@@ -72,12 +74,12 @@ def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
 
 
 def shards(layout: str) -> list[dict[str, Any]]:
-    """Return a group of matrices that are sharded as in a layout of shardmuon.testing.layouts."""
+    """Return a parameter group of matrices that are sharded as in a layout of shardmuon.testing.layouts."""
     return [{"params": [Spec("rows", (10, 8), as_in(layout)), Spec("cols", (6, 10), as_in(layout))]}]
 
 
 def alone() -> list[dict[str, Any]]:
-    """Return a group with an expert that only this rank has, and a group of AdamW vectors."""
+    """Return a parameter group with an expert that only this rank has, and a parameter group of AdamW vectors."""
     return [
         {"params": [Spec(f"expert{dist.get_rank()}", (6, 8))], "process_group": (), "tp_group": ()},
         {"params": [Spec("bias", (9,)), Spec("scale", (4,))], "use_muon": False},
@@ -89,13 +91,13 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # Making a mesh is collective, so all ranks make the mesh that a fault uses on one rank.
+    # Making a mesh is collective. A fault on one rank uses this mesh, so all ranks make it beforehand.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
 
 class Job:
-    """An optimizer over the shards of a model on this rank, with gradients that depend on a seed only."""
+    """An optimizer over this rank's shards of a model, with gradients that depend only on a seed."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
         self.specs: dict[Tensor, Spec] = {}
@@ -132,7 +134,7 @@ class Job:
         return self.groups[-1]["params"][0]  # type: ignore[no-any-return]
 
     def replace(self, made: dict[str, nn.Parameter]) -> None:
-        """Replace parameters by other tensors, by name."""
+        """Replace the parameters with the given names by other tensors."""
         self.specs = {made.get(spec.name, p): spec for p, spec in self.specs.items()}
         for name, p in made.items():
             self.model.register_parameter(name, p)
@@ -143,7 +145,7 @@ class Job:
             p.grad = spec.cut(self.gradient(p, seed)) if given else None
 
     def gradient(self, p: Tensor, seed: int) -> Tensor:
-        """Return the whole gradient of a parameter."""
+        """Return the full gradient of a parameter."""
         spec = self.specs[p]
         return normal(*spec.shape, seed=1000 * seed + sum(map(ord, spec.name)), dtype=spec.dtype)
 
@@ -153,7 +155,7 @@ class Job:
         self.optimizer.step()
 
     def held(self, *, gradients: bool = True) -> dict[str, object]:
-        """Return all that a step may change: options, weights, gradients and state."""
+        """Return everything that a step may change: options, weights, gradients and state."""
         found: dict[str, object] = {"groups": len(self.groups)}
         for at, group in enumerate(self.groups):
             found |= {f"{at} {key}": repr(value) for key, value in group.items() if key != "params"}
@@ -163,14 +165,14 @@ class Job:
         return found
 
     def named(self) -> dict[str, dict[str, Any]]:
-        """Return the weight and state of each parameter by name."""
+        """Return the weight and the state of each parameter, keyed by parameter name."""
         return {spec.name: {"weight": p.detach(), **self.state.get(p, {})} for p, spec in self.specs.items()}
 
     def unlike_whole(self, dense: dict[str, dict[str, Any]]) -> list[str]:
-        """Compare weights and state with this rank's shards of the values of a dense job, and return the names of those
-        that differ."""
+        """Compare weights and state with this rank's shards of a dense job's weights and state. Return the names of
+        those that differ."""
         wrong = []
-        # Every rank has the whole state that post-processing stages keep.
+        # Every rank stores the full state of post-processing stages (NorMuon, ..).
         whole = ("step", *KEPT_KEYS)
         cuts = {spec.name: spec.cut for spec in self.specs.values()}
         for name, mine in self.named().items():
@@ -180,7 +182,7 @@ class Job:
 
 
 def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
-    """Return the same job in one process."""
+    """Return a dense job for one process with the same parameter groups."""
     places = ("process_group", "tp_group")
     return Job(
         [
@@ -208,7 +210,7 @@ def _bits(value: object) -> object:
 
 
 def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """Return the names of values that differ; tensors are compared bit for bit."""
+    """Return the names of values that differ. Tensors are compared with `torch.equal`."""
 
     def same(x: object, y: object) -> bool:
         if isinstance(x, tuple) and isinstance(y, tuple):
@@ -254,7 +256,7 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
             p.grad = torch.zeros_like(p)
             p.grad.data = made
         else:
-            # torch otherwise refuses a gradient of another dtype.
+            # Otherwise torch refuses a gradient whose dtype differs from the parameter's dtype.
             p.grad_dtype = None
             p.grad = made
 
@@ -264,7 +266,7 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
 def in_storage(
     make: Callable[[Tensor], Tensor], *, grads: bool = True, of: Callable[[Job], Tensor] = lambda job: job.first
 ) -> Callable[[Job], None]:
-    """Return a fault that replaces the data of a parameter, and with `grads` those of its gradient."""
+    """Return a fault that replaces the data of a parameter and, with `grads`, also the data of its gradient."""
 
     def do(job: Job) -> None:
         p = of(job)

@@ -1,6 +1,5 @@
-"""Finds the caches and other global names of the package that outlive a call, for a comparison with the table of
-docs/kept.md.
-"""
+"""Finds the caches and other names of the package whose values outlive a call, for a comparison with the table in
+docs/kept.md."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder of shardmuon 
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
-_OF_OTHERS = ("testing", "commands", "foresight")  # packages whose code runs in no step
+_OF_OTHERS = ("testing", "commands", "foresight")  # packages whose code does not run in a step
 
 
 def _called(node: ast.AST | None) -> str:
-    """Return the last name of a call or a decorator, such as "c" for a.b.c()."""
+    """Return the last part of the name of a call or decorator, such as "c" for a.b.c()."""
     if isinstance(node, ast.Call):
         return _called(node.func)
     if isinstance(node, ast.Subscript):
@@ -25,7 +24,8 @@ def _called(node: ast.AST | None) -> str:
 
 
 def kept_by(tree: ast.Module) -> Iterator[str]:
-    """Yield names of a module that outlive a call: containers, caches, and names rebound by a `global` statement."""
+    """Yield the names in a module whose values outlive a call: containers, cached functions, and names rebound by a
+    `global` statement."""
     for node in [
         *tree.body,
         *(inner for found in tree.body if isinstance(found, ast.ClassDef) for inner in found.body),
@@ -42,7 +42,7 @@ def kept_by(tree: ast.Module) -> Iterator[str]:
 
 
 def kept_in_source() -> set[str]:
-    """Return all names of the package that outlive a call, as "file: name"."""
+    """Return all names of the package whose values outlive a call, as "file: name"."""
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
         where = Path(str(path.relative_to(SOURCE)).removeprefix("shardmuon/"))

@@ -36,8 +36,8 @@ def needs_megatron(test: Any) -> Any:
 @lru_cache
 def import_megatron() -> None:
     """Import Megatron-core without compiling anything, because loading the compiler takes seconds. Imported objects are
-    excluded from garbage collection, which Megatron runs for each part of a checkpoint."""
-    # Importing Megatron replaces `_load_from_bytes` of torch.
+    frozen, so that the garbage collection that Megatron runs for each part of a checkpoint does not scan them."""
+    # Importing Megatron replaces torch's `_load_from_bytes`, so the original function is restored afterwards.
     kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)
     with _quiet_import(), kept:
         for name in ("parallel_state", "models.gpt", "tensor_parallel"):
@@ -46,8 +46,8 @@ def import_megatron() -> None:
 
 @lru_cache
 def import_megatron_fsdp() -> None:
-    """Import Megatron-FSDP without Megatron-core. Imported objects are excluded from garbage collection, which
-    Megatron-FSDP runs whenever it wraps a model."""
+    """Import Megatron-FSDP without Megatron-core. Imported objects are frozen, so that the garbage collection that
+    Megatron-FSDP runs whenever it wraps a model does not scan them."""
     with _quiet_import():
         if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
             sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import
@@ -71,8 +71,8 @@ def _quiet_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Make the process groups of Megatron with these sizes, such as `expert_model_parallel_size=2`, and destroy them at
-    the end."""
+    """Make Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and destroy
+    them on exit."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     import_megatron()
     with cuda_on_cpu(), warnings.catch_warnings():
@@ -85,15 +85,15 @@ def megatron(**sizes: int) -> Iterator[None]:
         new_group = dist.new_group
         with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
             parallel_state.initialize_model_parallel(**sizes)
-        # The random generators that the tracker forks are on GPUs.
+        # `fork` switches random number generators that are on GPUs, so it is replaced by a method that does nothing.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            # Megatron makes dozens of groups, each with open files.
+            # Megatron makes dozens of process groups, each of which keeps files open.
             for group in made:
-                # Megatron has already destroyed some groups.
+                # Megatron has already destroyed some of these groups, for which torch raises a ValueError.
                 with contextlib.suppress(ValueError):
                     if isinstance(group, dist.ProcessGroup):
                         dist.destroy_process_group(group)
@@ -108,8 +108,8 @@ def gpt(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a GPT model in Megatron's `DistributedDataParallel`. `options` are for `TransformerConfig`, `ddp` for the
-    wrapper."""
+    """Return a GPT model in Megatron's `DistributedDataParallel`. `options` are options of `TransformerConfig`, and
+    `ddp` has options of the wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -117,7 +117,7 @@ def gpt(
 
     values: dict[str, Any] = {
         "num_layers": 1,
-        # With these sizes shards of flat buffers end inside rows on 2, 3 and 4 ranks.
+        # With these sizes, shards of flat buffers end inside rows on 2, 3 and 4 ranks.
         "hidden_size": 24,
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -158,7 +158,7 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options of both configs for training in this dtype."""
+    """Return the options for training in this dtype, for both the model config and the optimizer config."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
 
@@ -168,7 +168,8 @@ def clean(name: str) -> str:
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of model chunks by name, where the second of one name is name#1, as in the adapter."""
+    """Return the parameters of model chunks by name. If several chunks have the same name, the second becomes name#1,
+    as in the adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():
@@ -178,7 +179,7 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """Return (name, range of elements, main weights) of all shards that Megatron assigns to this rank."""
+    """Return the name, the range of elements and the main weights of each shard that Megatron assigns to this rank."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}
@@ -194,8 +195,8 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """How a parameter is sharded over its tensor-parallel group, by the attributes that Megatron's layers set, and the
-    group over which the parameter is replicated."""
+    """How a parameter is sharded over its tensor-parallel group, according to the attributes that Megatron's layers
+    set, and the group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
         from megatron.core import parallel_state as state
@@ -211,7 +212,7 @@ class Cut:
         self.num_parts = self.group.size() if self.dim >= 0 else 1
 
     def join(self, param: Tensor) -> Tensor:
-        """Return the whole parameter. Collective."""
+        """Return the full parameter. Collective."""
         if self.num_parts == 1:
             return param.detach().clone()
         parts: list[Any] = [None] * self.num_parts
@@ -226,8 +227,8 @@ class Cut:
 
 
 def tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
-    """Return the part of a parameter that Megatron's layers keep: a share of each of `stride` equal blocks,
-    concatenated."""
+    """Return one rank's part of a parameter, as Megatron's layers shard it. The parameter is cut into `stride` equal
+    blocks, and the part is the concatenation of the rank's share of each block."""
     return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
@@ -271,7 +272,7 @@ class Job:
         self.models = models
         self.params = named(models)
         for name, p in self.params.items():
-            # Experts have other weights on each rank.
+            # Each rank has different experts, so expert weights depend on the rank.
             if not getattr(p, "allreduce", True):
                 p.data.copy_(drawn(p.shape, seed + self.expert_rank + len(name)))
         self.cuts = {name: Cut(p) for name, p in self.params.items()}
@@ -283,16 +284,16 @@ class Job:
         self.dense = Dense(self.optimizer, self.whole())
 
     def whole(self) -> dict[str, Tensor]:
-        """Return the whole parameters by name. Collective."""
+        """Return the full parameters by name. Collective."""
         return {name: self.cuts[name].join(p) for name, p in self.params.items()}
 
     def train(self, step: int, scale: float = 1.0, spoil: bool = False) -> bool:
-        """Make a step with gradients whose sums do not depend on the number of ranks. Returns False if the step was
+        """Run a step with gradients whose sums do not depend on the number of ranks. Returns False if the step was
         skipped.
 
         Args:
             scale: The loss scale.
-            spoil: Whether a gradient on rank 1 is infinite.
+            spoil: Whether one element of a gradient on rank 1 is infinite.
         """
         self.optimizer.zero_grad()
         for model in self.models:
@@ -317,7 +318,7 @@ class Job:
         return drawn(shape, 1000 * step + 10 * list(self.params).index(name) + of_rank)
 
     def step(self, step: int, **options: Any) -> None:
-        """Make a step, and assert that all weights and main weights equal those of the dense optimizer."""
+        """Run a step, and assert that all weights and main weights equal those of the dense optimizer."""
         assert self.train(step, **options)
         self.dense.step({name: self.gradient(name, step) for name in self.params})
         now = {name: self.cuts[name].take(p.detach()) for name, p in self.dense.params.items()}
@@ -327,7 +328,7 @@ class Job:
 
 
 class Dense:
-    """A dense copy of the parameters in this process, in the groups of Megatron's optimizers."""
+    """A dense copy of the parameters in this process, grouped as in Megatron's optimizers."""
 
     def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
         self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}

@@ -24,7 +24,7 @@ class SyntheticModel(NamedTuple):
         return [*self.matrices, *self.vectors]
 
     def set_gradients(self, seed: int) -> None:
-        """Set random gradients, in the memory of existing gradients."""
+        """Set random gradients, reusing the memory of existing gradients."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for p in self.params:
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -32,7 +32,7 @@ class SyntheticModel(NamedTuple):
 
 
 def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: int = 4) -> SyntheticModel:
-    """Return parameters with gradients, whose values do not depend on the device."""
+    """Return a model whose parameters and gradients have the same values on every device."""
     generator = torch.Generator("cpu").manual_seed(0)
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     drawn = [torch.randn(s, generator=generator, device="cpu").to(device) for s in [*shapes, *[(d,)] * num_vectors]]
@@ -43,7 +43,7 @@ def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: 
 
 
 def make_optimizer(model: SyntheticModel, **options: Any) -> Muon:
-    """Return an optimizer with a Muon and an AdamW group, after three steps."""
+    """Return an optimizer with a Muon group and an AdamW group that has already taken three steps."""
     groups = [{"params": model.matrices}, {"params": model.vectors, "use_muon": False}]
     optimizer = Muon(groups, lr=0.02, **options)
     for _ in range(3):
@@ -53,7 +53,7 @@ def make_optimizer(model: SyntheticModel, **options: Any) -> Muon:
 
 @contextlib.contextmanager
 def waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Raise if anything inside makes the host wait for a CUDA device."""
+    """Raise an error if code in this context makes the host wait for a CUDA device."""
     if device.type != "cuda":
         yield
         return
@@ -79,11 +79,11 @@ def bytes_above(device: torch.device, step: Callable[[], Any]) -> int:
 
 
 def kernels_of(step: Callable[[], Any]) -> int:
-    """Return the number of kernels, copies and fills that a step runs on a CUDA device, as the profiler counts them."""
+    """Return the number of kernels, copies and fills that a step runs on a CUDA device, as counted by the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
-    # torch also marks the whole optimizer step as an event on the device.
+    # torch also records the whole optimizer step as an event on the device. This event is not counted.
     cuda = torch.autograd.DeviceType.CUDA
     return sum(event.device_type == cuda and not event.is_user_annotation for event in profile.events())

@@ -1,4 +1,4 @@
-"""A decorator for tests that run completely on every rank."""
+"""A decorator that runs a whole test on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def on_ranks(num_ranks: int) -> Callable[[_Test], _Test]:
-    """Run a test on `num_ranks` ranks, which import the test by name. The test fails if it fails on any rank."""
+    """Run the decorated test on `num_ranks` ranks, which import the test by name. The test fails if it fails on any
+    rank."""
 
     def decorate(test: _Test) -> _Test:
         @functools.wraps(test)

@@ -1,6 +1,5 @@
-"""A model of awkward shapes, stepped with default options; run as a script, this file prints a digest of each weight
-after three steps.
-"""
+"""A model of awkward shapes, stepped with default options. Run as a script, this file prints a digest of each weight
+after three steps."""
 
 from __future__ import annotations
 
@@ -17,26 +16,27 @@ from shardmuon.testing.layouts import ParamCase
 STEPS = 3
 SHAPES = [(5, 257), (257, 5), (3, 1000), (1, 1025), (17, 33), (17, 33), (33, 17), (16, 16), (8, 16), (8, 16), (8, 16)]
 if not cpu_has_bf16_matmul() or torch.backends.cpu.get_cpu_capability() != "AVX2":
-    # Where torch emulates bf16 products, this shape would take minutes.
+    # On CPUs on which torch emulates bf16 matmuls, this shape would take minutes.
     SHAPES.append((384, 1536))
 CASES = {f"w{i}": ParamCase(shape, "hurts") for i, shape in enumerate(SHAPES)}
 
 
 def drawn() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Return the weights and the gradients of each step, which are multiples of 1/8, so that means over ranks are
+    """Return the weights, and the gradients of each step. All values are multiples of 1/8, so that means over ranks are
     exact."""
     generator = torch.Generator().manual_seed(7)
 
     def draw() -> dict[str, Tensor]:
         made = {name: torch.randn(case.shape, generator=generator) for name, case in CASES.items()}
-        # Adding 0.0 turns -0.0 into 0.0, because a sum over ranks that begins with zero would do so, too.
+        # Adding 0.0 turns -0.0 into 0.0, as a sum over ranks that begins with zero would.
         return {name: (2 * t).round().clamp(-8, 8) / 8 + 0.0 for name, t in made.items()}
 
     return draw(), [draw() for _ in range(STEPS)]
 
 
 def stepped_alone(apart: bool = False) -> dict[str, str]:
-    """Return digests of the weights after steps in one process; with `apart` each matrix has its own optimizer."""
+    """Return digests of the weights after three steps in one process. With `apart`, each matrix has its own
+    optimizer."""
     full, grads = drawn()
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     together = [[pair] for pair in params.items()] if apart else [list(params.items())]

@@ -1,6 +1,7 @@
-"""Faults known from other optimizers, each with the job in which it is planted and all findings of an audit.
+"""Faults known from other optimizers. Each entry gives the job in which the fault is planted, and all findings that an
+audit must report.
 
-Each fault is planted on the ranks, by replacing a function of the step or by damaging data, and undone afterwards.
+A fault is planted on the ranks by replacing a function of the step or by damaging data, and is undone afterwards.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ TABLE = "table"  # the name of the AdamW parameter
 
 
 def shapes_of(rows: int | None) -> Shapes:
-    """Return SHAPES, or similar shapes whose four equal matrices have this number of rows."""
+    """Return SHAPES. If `rows` is given, return similar shapes whose four equal matrices have this number of rows."""
     if rows is None:
         return SHAPES
     return dict.fromkeys("abcd", (rows, 24)) | {"square": (32, 32), "wide": (12, 40)}
 
 
 class Job:
-    """A small model in a layout, whose gradients make momentum, gradient and update differ."""
+    """A small model in a layout. Its gradients are such that momentum, gradient and update differ."""
 
     def __init__(
         self, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **options: Any
@@ -101,7 +102,7 @@ Plant = Callable[[Job], AbstractContextManager[object]]
 
 
 def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
-    """Return a fault that replaces a function of the step by `make(the original function)`, on one rank or on all."""
+    """Return a fault that replaces a function of the step by `make(original)`, on one rank or on all ranks."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         original = getattr(on, name)
@@ -111,13 +112,13 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 
 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
-    """Return a fault that damages something once, before the step."""
+    """Return a fault that calls `damage` once, before the step."""
 
     return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that replaces the orthogonalization of a matrix by `change`."""
+    """Return a fault in which `change` is called in place of the orthogonalization."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
@@ -129,7 +130,7 @@ def updates(change: Callable[[Tensor], Tensor]) -> Plant:
 
 
 def _results(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes the results of each batch, (B, rows, cols), in place."""
+    """Return a fault that changes the orthogonalized matrices of each batch, of shape (B, rows, cols), in place."""
 
     def make(original: Any) -> Any:
         def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
@@ -147,8 +148,8 @@ Tensors = Sequence[Tensor]
 
 
 def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int | None = None) -> Plant:
-    """Return a fault that damages, after a momentum update, the input of the orthogonalization, the gradients or the
-    momentum."""
+    """Return a fault that acts after a momentum update and damages the input of the orthogonalization, the gradients or
+    the momentum."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         real = update.momentum_
@@ -165,8 +166,8 @@ def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int |
 
 
 def _broken(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes the result of every orthogonalizer, in the live step and in the dense reference of
-    the audit."""
+    """Return a fault that changes the result of every orthogonalizer, both in the step and in the audit's dense
+    reference."""
 
     def wrong(iteration: Any) -> Any:
         return lambda y, **given: change(iteration(y, **given))
@@ -186,7 +187,8 @@ def _failing_after_the_step(original: Any) -> Any:
 
 
 def _rolled(original: Any) -> Any:
-    """Apply each update to the weights of the next matrix of the same shape, whichever rank orthogonalized it."""
+    """Return a function that applies each update to the next matrix of the same shape, whichever rank orthogonalized
+    the two matrices."""
 
     def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
         alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
@@ -201,13 +203,14 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp an update below the root mean square of an orthogonal matrix whose rows are sharded over two ranks."""
+    """Clamp an update to 0.8 times the root mean square of an orthogonal matrix. The rows of the matrix are sharded
+    over two ranks, so `update` has half of them."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
 
 def _other_tensor(job: Job) -> AbstractContextManager[object]:
-    """Replace a parameter without the optimizer noticing it, as a framework may do."""
+    """Replace a parameter without notifying the optimizer, as a framework may do."""
     old = job.params["a"]
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
@@ -217,7 +220,7 @@ def _other_tensor(job: Job) -> AbstractContextManager[object]:
 
 
 def _of_another_layout(job: Job) -> None:
-    """Exchange the pieces of a matrix between ranks in the plan, as if the plan had been made for another layout."""
+    """Swap the pieces of a matrix between ranks in the plan, as if the plan had been made for a different layout."""
     plan = job.optimizer.binding.plan  # type: ignore[union-attr]
     first, *others = plan.specs
     first = first._replace(layout=replace(first.layout, held=first.layout.held[::-1]))
@@ -231,7 +234,7 @@ def _swapped_alone(job: Job) -> AbstractContextManager[object]:
 
 @contextmanager
 def _without_agreement(job: Job) -> Iterator[None]:
-    """Remove the gradient of one rank without the vote before the step noticing it."""
+    """Remove the gradient on one rank, and hide the removal from the vote before the step."""
     if dist.get_rank() == 1:
         job.params["a"].grad = None
     agreed, real = Ballot(Phase.STEP, Flag.AUDIT), votes.vote
@@ -249,7 +252,7 @@ _NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run_
 
 
 def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
-    """Restore the norm of each half of the rows separately, as on shards."""
+    """Apply NorMuon to each half of the rows separately, as if the halves were shards on different ranks."""
     if x.shape[1] < 2 * x.shape[2]:
         return _NORMUON(self, x, kept)
     halves = zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)
@@ -257,7 +260,7 @@ def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
 
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
-    """Average squares over the longer dim instead of the shorter one."""
+    """Make NorMuon average squares over the longer dim instead of the shorter one."""
     own = torch.zeros(len(x), min(x.shape[1:]), device=x.device)
     dim = -2 if x.shape[1] >= x.shape[2] else -1
     own.lerp_(x.float().square().mean(dim), 1 - self.beta2)
@@ -286,7 +289,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the live step calls `run` instead of the stage, with one pass for each stage."""
+    """Return a fault in which the step calls `run` in place of a post-processing stage. The stages are then run one
+    after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -300,7 +304,7 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
 
 
 def _norm_of_half(job: Job) -> AbstractContextManager[object]:
-    """Use the norm of the upper half of the rows as the kept norm of the whole matrix."""
+    """Make Hyperball use the norm of the upper half of the rows in place of the stored norm of the full matrix."""
     norms = {p.shape: p.detach()[: len(p) // 2].double().norm() for p in job.params.values()}
     real = HyperballUpdate.factor
 
@@ -311,15 +315,15 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that multiplies weights by other factors than those of the stage."""
+    """Return a fault in which weights are multiplied by different factors than those that the stage computes."""
     return replaced(
         "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
     )
 
 
 def _each_half(job: Job) -> AbstractContextManager[object]:
-    """Restore the norm of each half of the rows separately, as if a shard used its own norm for that of the whole
-    matrix."""
+    """Make Hyperball restore the norm of each half of the rows separately, as if a shard used its own norm instead of
+    the full matrix's."""
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
     def products(tiles: Any, numbers: Any) -> None:
@@ -332,7 +336,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
-    """Let half of a change of the norm remain."""
+    """Make Hyperball restore only half of a change of the norm."""
     target = kept[:, 0].double().lerp(norm, 0.5)
     kept[:, 0] = target.float()
     return target / norm
@@ -347,24 +351,25 @@ def _kept(job: Job, key: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the job in which it is planted, and all that the audit must report."""
+    """A fault, the job in which it is planted, and everything that the audit must report."""
 
     plant: Plant
     names: set[str]
-    where: set[str] | None = None  # names of the reported parameters; None stands for any
+    where: set[str] | None = None  # names of the reported parameters, or None to allow any
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    # further findings that are allowed, depending on the owners of matrices
+    # further findings that may occur, depending on which rank owns a matrix
     also: set[str] = field(default_factory=set)
-    # The fault shows only in exact comparisons, or only with the products of `options`, so no other products are tried.
+    # If True, the fault is visible only in exact comparisons or only with the matmul dtype of `options`, so no other
+    # matmul dtype is tested.
     exact: bool = False
     samples: int = 8
     dtype: torch.dtype = torch.float32
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # the finding if the rows of an update have wrong lengths
+_LENGTH = ("wrong_matrix",)  # findings when the rows of an update have wrong lengths
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -374,7 +379,7 @@ def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (),
 
 
 def _left_out(variant: str) -> Fault:
-    """Return a fault in which the first stage of a variant does nothing."""
+    """Return a fault in which the first post-processing stage of a variant does nothing."""
     stage, names = VARIANTS[variant][0], CASES[variant].left_out
     how = ("run_", _divided_alone) if isinstance(stage, BeforeStage) else ("factor", _ones)
     also = _LENGTH if "kept_wrong" in names else ()
@@ -386,7 +391,7 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "bf16": {"ns_dtype": torch.bfloat16},
     "fp16": {"method": "standard", "ns_dtype": torch.float16},
     "fp16 gram": {"method": "gram", "ns_dtype": torch.float16},
-    # Without a variant torch itself would update the weights.
+    # The variant is needed, because without a variant torch itself would update the weights.
     "torch": {"method": "torch", "variant": "cautious"},
 }
 
@@ -403,7 +408,7 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        # The larger dim of the other matrices is not sharded, so their scale is right.
+        # Only the matrices "a" to "d" have a sharded larger dim, so the scale of "square" and "wide" is right.
         FOUR,
         says=" shard, not ",
     ),
@@ -468,7 +473,8 @@ FAULTS = {
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
-        also={"update_differs", "scale_wrong"},  # allowed if the second update has a similar direction
+        # These findings are allowed because they depend on the direction of the second update.
+        also={"update_differs", "scale_wrong"},
     ),
     "weights of one replica": Fault(
         now(lambda job: job.params["b"].data.add_(1e-3), rank=1),
@@ -492,7 +498,7 @@ FAULTS = {
         {"wide"},
         "ddp",
         "the momentum on rank(s) 1",
-        # Replicas report the momentum of rank 0, so the update looks wrong if rank 1 owns the matrix.
+        # The audit takes the momentum of rank 0 for all replicas, so the update looks wrong if rank 1 owns the matrix.
         also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
@@ -530,7 +536,7 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # The rank still sends as many elements as the other ranks expect.
+    # The rank that fails still sends as many elements as the other ranks expect, so that they do not wait forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -554,9 +560,10 @@ FAULTS = {
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
-        # The finding is about matrices that rank 1 owns; for other matrices the owner sends the right state.
+        # The audit reports only matrices that rank 1 owns. The state of other matrices is sent by an owner whose state
+        # is right.
         {"kept_wrong"},
-        # With fp32 products the error of the update is visible, too.
+        # With fp32 matmuls, the error of the update is also large enough to be reported.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},
@@ -605,12 +612,13 @@ FAULTS = {
 }
 
 
-_SOUND: set[str] = set()  # models and options whose second step has been audited
+_SOUND: set[str] = set()  # models and options for which a correct second step has already been audited
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
-    """Audit a step with a fault, after two correct steps unless it is the `first`. The second correct step is audited
-    once for each model and options, because its bits are the same every time."""
+    """Audit a step with a fault. The step is the first one with `first`, and otherwise follows two correct steps. The
+    second correct step is audited, too, but only once for each model and options, because it is bitwise the same
+    every time."""
     fault = FAULTS[name]
     options = options | fault.options
     job = Job(fault.layout, fault.dtype, fault.shapes or shapes_of(rows), **options)
@@ -644,7 +652,7 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # A rank that owns only one of the four matrices cannot swap results.
+        # A rank that owns only one of the four matrices cannot swap results, so not all four must be reported.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

@@ -1,7 +1,7 @@
-"""Ranks that run a script as whole processes and exit normally, unlike ranks of a `RankPool`, which leave by
+"""Ranks that run a script in separate OS processes and exit normally, unlike ranks of a `RankPool`, which exit through
 `os._exit`.
 
-All of them are forked by one process that has already imported torch.
+All ranks are forked by one process that has already imported torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-_parent: list[subprocess.Popen[str]] = []  # the process that forks ranks, or nothing
+_parent: list[subprocess.Popen[str]] = []  # the process that forks ranks, once it is started
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Run a script on each rank, with its rank and the arguments in `sys.argv`. Returns exit codes and both outputs."""
+    """Run a script on each rank. `sys.argv` has the rank and the arguments. Returns the exit code, stdout and stderr of
+    each rank."""
     if not _parent:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}

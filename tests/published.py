@@ -1,4 +1,4 @@
-"""Published measurements, as `foresight` computes them: one function for each quantity of data/published.yaml."""
+"""Functions that compute published measurements with `foresight`, for each quantity in data/published.yaml."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Return the sizes of a decoder: those of `_SIZES`, then intermediate_size, then other sizes by name."""
+    """Return the config of a decoder. The positional sizes are those in `_SIZES` and intermediate_size."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
-# The sizes are those of Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
+# sizes of Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
 ONE_B = decoder(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
-# The sizes are those of Qwen2.5-3B: huggingface.co/Qwen/Qwen2.5-3B
+# sizes of Qwen2.5-3B: huggingface.co/Qwen/Qwen2.5-3B
 QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
 
 
 def rounded(text: str) -> Interval:
     """Return the interval of all numbers that round to this text."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
-    # 400M and 800M are rounded to hundreds of millions.
+    # The published figures in millions, 400M and 800M, are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
     return (float(text[:-1]) - half) * unit, (float(text[:-1]) + half) * unit
 
 
 def _standard(exact: Exact) -> float:
-    """Return the FLOPs of plain Newton-Schulz on every matrix once, which is how published figures count them."""
+    """Return the FLOPs of one plain Newton-Schulz orthogonalization per matrix, which is how published figures count
+    them."""
     found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
     return sum(count * m.num * sum(flops("standard", m.rows, m.cols, KELLER, torch.bfloat16)) for count, m in found)
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
-    """Return the fraction by which Muon makes a step longer than AdamW. The number of tokens follows from the published
-    share of Muon in the FLOPs, and the time of forward and backward from the published rate in FLOP/s."""
+    """Return the relative increase of the step time when Muon replaces AdamW. The number of tokens is derived from
+    Muon's published share of the FLOPs. The time of forward and backward is derived from the published rate in
+    FLOP/s."""
     hardware = Hardware.load(gpu)
     exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -75,7 +77,7 @@ def newton_schulz_on_h100() -> Interval:
 
 def qwen25_3b_memory() -> Interval:
     exact = count(build(QWEN_3B), "dp=8", engine="zero")
-    # Muon keeps one fp32 moment instead of the two of AdamW.
+    # Muon stores one fp32 moment, and AdamW stores two.
     saved = [4 * c.muon_elements / 2**30 for c in exact.classes]
     return min(saved), max(saved)
 
@@ -86,12 +88,13 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = sum(flops(method, rows, cols, KELLER, dtype))
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both methods use the same fraction of the peak rate.
+    # Both methods reach the same fraction of the peak rate, so the ends of the two intervals are divided pairwise.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 
 def extra_flops() -> Interval:
-    """Return the FLOPs of Muon over 6 N B for a square matrix of side d, in units of d / B."""
+    """Return Muon's FLOPs for a square matrix of side d, as a fraction of the 6 N B FLOPs of training on B tokens. N is
+    the number of elements. The result is in units of d / B."""
     d = 4096
     found = sum(flops("standard", d, d, KELLER, torch.bfloat16)) / (6 * d * d) / d
     return found, found
@@ -106,7 +109,7 @@ def torchtitan_tokens() -> Interval:
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 
-# The function and the arguments that compute each figure, by the number of the figure.
+# The function that computes each published figure, and its arguments, keyed by the figure's ID.
 COMPUTED: dict[str, tuple[Callable[..., Interval], tuple[Any, ...]]] = {
     "V1": (_over_adamw, ("kimi-k2", "shard=64 ep=64 pp=4", "gb300", 51 / 1029, 1051e12)),
     "V2": (_over_adamw, ("qwen3-30b-a3b", "shard=8 ep=8", "gb300", 35 / 686, 713e12)),

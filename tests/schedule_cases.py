@@ -1,5 +1,7 @@
-"""Expected values for each coefficient schedule and number of steps. Run with the name of a new schedule, the script
-prints the row for this table and two rows for docs/orthogonalization.md.
+"""Expected values for each coefficient schedule and number of steps.
+
+Run as a script with the name of a new schedule, this file prints the row for its table and two rows for
+docs/orthogonalization.md.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ class ScheduleCase(NamedTuple):
     Attributes:
         band: Smallest and largest result for singular values from 0.01 to 1, to two digits.
         slope: The product of the coefficients a of all steps.
-        errors: Relative Frobenius error to the polar factor in exact arithmetic, rounded up, for each of
-            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law values the errors follow from the schedule, except
-            for the square Gaussian, which depends on the seed. Rounding adds the bounds of the dtypes.
+        errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
+            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only
+            the error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
         restarts: Restarts of the Gram form in fp16, as a number or as the indices of steps, and the number of restarts
             in fp32.
     """
@@ -34,7 +36,7 @@ CASES = {
     # The restart is at the step where Dao-AILab's autotuner puts it.
     ("polar_express", 5): ScheduleCase((0.87, 1.12), 976, (0.086, 0.098, 0.268, 0.087, 0.095), ((2,), 1)),
     ("polar_express", 6): ScheduleCase((1.0, 1.0), 1828, (0.00099, 0.0218, 0.155, 0.0011, 0.0013), (2, 2)),
-    # After 8 steps the iteration has converged, so that the errors left are those of fp64 rounding.
+    # Where the error is 0.0, the iteration has converged after 8 steps, and only fp64 rounding errors remain.
     ("polar_express", 8): ScheduleCase((1.0, 1.0), 6363, (0.0, 5.6e-5, 0.0089, 0.0, 0.0), (2, 2)),
     ("cans", 5): ScheduleCase((0.86, 1.11), 998, (0.079, 0.093, 0.263, 0.081, 0.081), (1, 1)),
     ("cubic", 5): ScheduleCase((0.81, 1.30), 114, (0.185, 0.243, 0.582, 0.410, 0.172), (1, 1)),
@@ -64,7 +66,8 @@ def _print(name: str) -> None:
         f"| `{name}` | {forms[0]} | {forms[1]} |",
     )
     for row in rows:
-        print(re.sub(r"(\de-)0", r"\1", row))  # Numbers are printed like 2e-5, as in the tables.
+        # Exponents are printed without a leading zero (2e-5 instead of 2e-05), as in the tables.
+        print(re.sub(r"(\de-)0", r"\1", row))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Simulated ranks: layouts, views, and a step of all ranks in one process, in which slices replace exchanges."""
+"""Simulated ranks: layouts, views, and a step of all ranks in one process, with slicing in place of communication."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# PAIRS and APART are machines with hardly any network between pairs of ranks, or between single ranks, so that each
-# replica orthogonalizes all matrices itself.
+# On PAIRS, there is hardly any network between pairs of ranks, and on APART, between single ranks. Each replica
+# therefore orthogonalizes all matrices itself.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# With this latency between nodes replicas share the orthogonalization, because no other choice saves enough time.
+# Replicas share the orthogonalization unless working alone saves several latencies between nodes. With this latency,
+# working alone never saves enough.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Make the plans of this process with the rates of another machine, or with its own rates if it is None."""
+    """Make the plans of this process with another machine's rates, or with the real rates if `machine` is None."""
     return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
 
 
@@ -53,12 +54,12 @@ REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
-    """Return the part of a whole tensor that each rank stores."""
+    """Return the part of a full tensor that each rank stores, keyed by rank."""
     return {rank: stored(of_rank, whole) for rank, of_rank in zip(layout.ranks, layout.held, strict=True)}
 
 
 def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
-    """Return the storage of a whole tensor on one rank."""
+    """Return a rank's storage of its part of a full tensor."""
     places = []
     for piece, local in of_rank:
         if isinstance(piece, FlatRange):
@@ -92,8 +93,8 @@ def layout_of(view: MatrixView, pieces: Mapping[int, Sequence[Piece]]) -> ParamL
 
 
 def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, int]]]) -> ParamLayout:
-    """Return a layout in which each rank stores its intervals [start, stop) of a dim, one after another. Only for dim 0
-    may a rank have several intervals."""
+    """Return a layout in which each rank stores its intervals [start, stop) of a dim, one after another. A rank may
+    have several intervals only along dim 0."""
     zeros = (0,) * len(view.shape)
 
     def box(start: int, stop: int) -> Box:
@@ -104,8 +105,8 @@ def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, 
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
-    """Return a layout in which each row of the grid is a replica that is sharded along a dim. The last ranks may have
-    few rows or none."""
+    """Return a layout in which each row of the grid is a replica. The ranks of a row store shards along `dim`. The last
+    ranks of a row may have small or empty shards."""
     num = view.shape[dim]
     step = -(-num // len(grid[0]))
     cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
@@ -113,7 +114,7 @@ def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamL
 
 
 def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
-    """Return a layout in which rank i of n stores the i-th part of both halves of the rows, as two pieces of one
+    """Return a layout in which rank i of n stores the i-th part of each half of the rows, as two pieces of one
     storage."""
     half = view.shape[0] // 2
     part = half // len(ranks)
@@ -127,7 +128,8 @@ def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLa
 
 
 def unlike_replicas(view: MatrixView) -> ParamLayout:
-    """Return a layout of three row blocks, each stored by two or three of four ranks in different orders."""
+    """Return a layout of three row blocks on four ranks. Each block is stored by three ranks, and the order of the
+    blocks differs between ranks."""
     cuts = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
     orders = (0, 1), (2, 1), (0, 2), (2, 0, 1)
     return along(view, 0, {rank: [(cuts[i], cuts[i + 1]) for i in of] for rank, of in enumerate(orders)})
@@ -140,7 +142,8 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """Return a parameter with stages that keep as many numbers for each matrix as the longer side of the matrix."""
+    """Return a parameter with post-processing stages, each of which keeps as many numbers for a matrix as the longer
+    side of the matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -164,7 +167,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS has the views of VIEWS as options of a parameter group.
+# OPTIONS describes the views of VIEWS as options of a parameter group.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -189,15 +192,15 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Return pairs of a case and a layout: each case with one in `every` layouts, and each layout with one in `every`
-    cases."""
+    """Return pairs of a case and a layout. Each case is paired with one in `every` layouts, and each layout with one in
+    `every` cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters, of which one in `every` also runs with the other dtype of products. The owners of
-    matrices do not depend on the dtype, so the other rows run only once."""
+    """Return test parameters. One in `every` also runs with the other matmul dtype. The owners of matrices do not
+    depend on the dtype, so the rest run only once."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -207,12 +210,12 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # one group for each parameter
+    groups: Sequence[Mapping[str, Any]],  # options of each parameter, as those of a parameter group
     chooser: Chooser = _AUTO,
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
-    wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, as fp64 parameters would be
+    wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, like fp64 parameters
 ) -> Plan:
     how = replace(chooser, device=device)
 
@@ -229,8 +232,8 @@ def planned(
 
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-    """Return the layout of the state that a stage keeps. Every rank has all of it, except for a stack that is sharded
-    by matrices, where a rank has the state of its own matrices."""
+    """Return the layout of the state that a post-processing stage keeps. Every rank stores all of it, unless a stack is
+    sharded by matrices. Then a rank stores the state of its own matrices only."""
     view = layout.view.kept(sizes)
     boxes = [held for of_rank in layout.held for held in of_rank]
     rest = layout.view.shape[1:]
@@ -246,7 +249,7 @@ def group_of(**options: Any) -> dict[str, Any]:
 
 
 def kinds_of(work: Work) -> list[tuple[object, ...]]:
-    """Return the value that validation sets as `Work.kinds`."""
+    """Return the value that validation assigns to `Work.kinds`."""
     tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
         (id(settings), *((t.dtype, t.device) for t in of if t is not None), at in work.rounding)
@@ -260,8 +263,9 @@ class SimulatedRanks:
     Attributes:
         plan: The plan.
         weights, momenta: For each parameter, the storage of each rank.
-        kept: For each parameter and each entry of its `Spec.kept`, the storage of each rank.
-        watches: For each rank, the watch for weights that are zero.
+        kept: State of post-processing stages: for each parameter and each entry of its `Spec.kept`, the storage of each
+            rank.
+        watches: For each rank, the `ZeroWatch`, which looks for weights that are all zero.
         orthogonalized: Number of matrices orthogonalized so far.
     """
 
@@ -283,7 +287,7 @@ class SimulatedRanks:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]
-        # Groups with equal options share one object, because only such groups are stepped in one call.
+        # Groups with equal options share one `Settings` object, because one call steps only groups that share it.
         settings = [said[said.index(one)] for one in said]
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
@@ -313,7 +317,7 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # All ranks run one phase in each round.
+            # In each round, every rank runs one phase.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(program.num_owned for program in programs.values())
@@ -326,7 +330,8 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return every set of ranks that sums norms together, as a `WeightSet` on each rank of the set."""
+        """Return every set of ranks that sums norms together. A set is given as the `WeightSet` of each of its
+        ranks."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
@@ -340,8 +345,8 @@ class SimulatedRanks:
 
 
 class SimulatedExchange:
-    """The all-to-alls of one bucket among simulated ranks, which must agree about every size. All ranks send before any
-    rank waits."""
+    """The all-to-alls of one bucket among simulated ranks. Sender and receiver must agree about every size. All ranks
+    send before any rank waits."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks

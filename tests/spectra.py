@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Newton-Schulz variants are compared on five spectra, given as (kind, rows, cols).
+# Newton-Schulz variants are compared on five matrices with these spectra, given as (kind, rows, cols).
 SPECTRA = (
     ("gauss", 256, 1024),
     ("gauss", 256, 256),
@@ -33,7 +33,7 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], seeds: Itera
 
 
 def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
-    """Assert that all tensors are equal bit for bit, and contain no NaN."""
+    """Assert that all tensors have equal dtypes and values. A NaN counts as a difference."""
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         assert a.dtype == b.dtype
         assert torch.equal(a, b), f"tensor {i} differs by {(a.double() - b.double()).abs().max():.2e}"
@@ -42,8 +42,8 @@ def assert_equal(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
 def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
     """Return a matrix with a known spectrum.
 
-    The kind "gauss" has normal entries, "log" has singular values from 1 to 1e-3, evenly spaced in the logarithm,
-    "power" has singular values 1/i, and "rank r" is a product of two normal matrices.
+    The kind "gauss" has standard normal entries. The kind "log" has log-spaced singular values from 1 to 1e-3, and
+    "power" has singular values 1/i. The kind "rank r" is a product of two normal matrices and has rank r.
     """
     if kind == "gauss":
         return normal(rows, cols, dtype=torch.float64)
@@ -57,6 +57,7 @@ def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
 
 
 def polar_factor(x: Tensor) -> Tensor:  # (rows, cols), fp64
-    """Return U V^T of the singular value decomposition, where directions with a zero singular value are left out."""
+    """Return U V^T from the singular value decomposition of a matrix, without the directions whose singular value is
+    zero."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     return (u * (s > s.amax() * 1e-12)) @ vh

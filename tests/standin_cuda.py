@@ -1,6 +1,7 @@
-"""Replaces as much of torch.cuda on the CPU as Megatron's Python code needs: one device, and streams that do nothing.
+"""Replaces the parts of torch.cuda that Megatron's Python code needs by stand-ins on the CPU: one device, and streams
+that do nothing.
 
-The tests check that shardmuon reads the objects that Megatron builds; races between streams cannot be found, because
+The tests check that shardmuon reads the objects that Megatron builds. Races between streams cannot be found, because
 all work runs in order.
 """
 
@@ -27,7 +28,7 @@ def _on_cpu(device: object) -> object:
 
 
 class _OnCpu(TorchFunctionMode):
-    """A mode that replaces CUDA devices in all calls by the CPU."""
+    """A mode that replaces CUDA devices by the CPU in every call of a torch function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -46,7 +47,8 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """Run Megatron's CUDA code on the CPU. Everything is restored at the end, because ranks run other tests, too."""
+    """Run Megatron's CUDA code on the CPU. On exit, the original functions are restored, because the ranks run other
+    tests, too."""
     functions: dict[str, Any] = {
         "current_device": lambda: 0,
         "current_stream": _nothing,

@@ -1,4 +1,4 @@
-"""The most likely mistakes of new users, and the error or warning for each of them."""
+"""The most likely mistakes of new users, and the error or warning that each mistake causes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.testing.pool import RankPool
 
-# Importing torch.distributed.optim compiles functional optimizers with torch.jit.script, which warns.
+# Importing torch.distributed.optim compiles functional optimizers with torch.jit.script, which is deprecated and raises
+# a warning.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -51,7 +52,8 @@ def _weights() -> list[nn.Parameter]:
 
 
 def _partition() -> Muon:
-    """DeepSpeed's `zero.Init` leaves a parameter without elements, from which a plan cannot be made."""
+    """Return an optimizer for a parameter that DeepSpeed's `zero.Init` has partitioned. No plan can be made, because
+    the parameter has no elements."""
     param = nn.Parameter(torch.zeros(0))
     param.ds_shape = torch.Size((6, 4))  # type: ignore[attr-defined]
     return Muon([("layer.w", param)], lr=0.1)
@@ -111,7 +113,7 @@ GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
-    """A set is refused because its order differs between processes."""
+    """Among the refused arguments is a set of parameters, because the order of a set differs between processes."""
     act, kind, says = GIVEN[name]
     with pytest.raises(kind, match=says):
         act()
@@ -147,7 +149,8 @@ def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
 
 
 def test_a_sparse_embedding_is_stepped_by_an_optimizer_of_its_own() -> None:
-    """The other parameters train as in a model without the embedding."""
+    """Muon refuses sparse gradients. With a separate optimizer for the embedding, the other parameters train as in a
+    model without the embedding."""
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 16), nn.Linear(16, 8))
     refused = Muon(model, lr=0.03)
     model(torch.arange(4)).square().sum().backward()
@@ -187,7 +190,7 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str]]:
-    """Return the warnings on a rank in the first and in the second step."""
+    """Make an optimizer before fully_shard(). Return the warnings of the first and of the second step on a rank."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())
@@ -203,7 +206,8 @@ def test_ranks_whose_parameters_were_replaced_are_told_in_each_step(world2: Rank
 
 
 def _zero(options: dict[str, Any]) -> tuple[list[str], bool]:
-    """Return all warnings, and whether the parameters after three steps equal those of a single optimizer."""
+    """Wrap Muon in ZeroRedundancyOptimizer. Return all warnings, and whether the parameters after three steps equal
+    those of a plain Muon."""
     model, plain = _model(), _model()
     if options:
         with pytest.raises(ValueError, match=r"give it functools\.partial\(Muon, method=\.\.\.\)"):

@@ -1,6 +1,5 @@
-"""Tests on a real accelerator. Without one, tests of one process use the simulated device of `cuda_shape.py`, the
-comparison of layouts runs on CPU ranks, and all other tests are skipped.
-"""
+"""Tests on a real accelerator. Without one, single-process tests use the simulated device of `cuda_shape.py`, the
+comparison of layouts runs on CPU ranks, and all other tests are skipped."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
     "gram": {"method": "gram"},
 }
-# Without a GPU smaller matrices save time, because a batch has 64 slots.
+# Batches are padded to 64 slots, so smaller matrices save time on the simulated device.
 SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}
 
 
@@ -58,7 +57,7 @@ def test_a_steady_step_does_not_wait(config: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("config", ["standard", "gram"])
 def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device: torch.device) -> None:
-    """The simulated device captures a graph but cannot replay it, so results are compared on a GPU only."""
+    """The simulated device can capture a graph but not replay it, so results are compared only on a GPU."""
     eager, captured = make_model(device, **SMALL), make_model(device, **SMALL)
     one, other = (make_optimizer(model, **CONFIGS[config]) for model in (eager, captured))
     graph = torch.cuda.CUDAGraph()
@@ -76,11 +75,11 @@ def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device
 @on_gpu
 @pytest.mark.parametrize(("config", "kernels"), [("default", 1100), ("standard", 400), ("gram", 1100)])
 def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand_in(config: str, kernels: int) -> None:
-    """Some operations take two kernels on a GPU (a product that adds copies its summand first), so the bounds on
-    kernels are up to one and a half times those on the simulated device."""
+    """Some operations take two kernels on a GPU. For example, a matmul with an addition first copies its addend. The
+    bounds on kernels are therefore up to one and a half times those on the simulated device."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
-    # The bound is that of test_cuda_shape.py, with 10% for blocks of the allocator and 64 MiB for the workspace of the
-    # matrix library.
+    # The memory bound is that of test_cuda_shape.py, plus 10% for blocks of the allocator and 64 MiB for the workspace
+    # of the matmul library.
     assert bytes_above(CUDA, optimizer.step) <= 1.1 * (6 * 32 * 2**20 + 4 * 2**24) + 2**26
     assert kernels_of(optimizer.step) <= kernels
 
@@ -98,9 +97,10 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
-    """Step a layout on ranks and the same matrices on this rank alone, with fp32 and with bf16 products.
+    """Step a layout on ranks, and the same matrices on this rank alone, with fp32 and with bf16 matmuls.
 
-    `about` of a comparison is the error of one more step in which host synchronizations are errors, or "".
+    `about` of a comparison is the error of one more step in which host synchronization is an error, or "" if the step
+    succeeds.
     """
 
     def once_more(optimizer: Muon) -> str:
@@ -148,7 +148,7 @@ FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
     [*itertools.product(LAYOUTS, [None]), *itertools.product(FEW_LAYOUTS, EVERY_VARIANT)],
 )
 def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, variant: str | None) -> None:
-    """gloo moves CUDA tensors through host memory, so the ranks may wait for the device."""
+    """gloo moves CUDA tensors through host memory, so ranks are allowed to wait for the device."""
     compared(get_pool(4), layout, "cuda", 2, variant, may_wait=True)
 
 

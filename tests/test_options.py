@@ -1,6 +1,5 @@
-"""Muon in one process: compatibility with torch.optim.Muon, the formula of every option, and the error for every bad
-option.
-"""
+"""Tests of Muon in one process: compatibility with torch.optim.Muon, the formula of every option, and the error for
+every bad option."""
 
 from __future__ import annotations
 
@@ -49,13 +48,13 @@ def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_positional_arguments_are_torch_optim_muons() -> None:
     theirs = list(inspect.signature(torch.optim.Muon.__init__).parameters.values())
     ours = list(inspect.signature(Muon.__init__).parameters.values())
-    # `eps` is the first argument of torch.optim.Muon that groups of matrices do not have.
+    # The arguments of torch.optim.Muon before `eps` must come first in `Muon`, too, in the same order.
     same = [wanted.name for wanted in theirs].index("eps")
     # Unlike in torch.optim.Muon, lr has no default.
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
     assert [(p.name, p.kind, p.default) for p in ours[:same]] == [(p.name, p.kind, p.default) for p in wanted]
     assert {p.kind for p in ours[same:-1]} == {inspect.Parameter.KEYWORD_ONLY}
-    # Type checkers refuse every unknown keyword.
+    # The annotation `NoReturn` makes type checkers refuse every unknown keyword.
     assert str(ours[-1]) == "**unknown: 'NoReturn'"
 
 
@@ -70,12 +69,13 @@ LRS: list[float | Tensor] = [
 @pytest.mark.parametrize("lr", LRS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -> None:
-    """With a tensor lr torch computes the factors of decay and update in the dtype of the lr."""
+    """With a tensor lr, torch computes the factors of decay and update in the dtype of the lr, and `Muon` must do the
+    same."""
     shapes = [*SHAPES, (10, 5), (33, 65), (64, 128)]
     for adjust, (nesterov, decay) in zip(
         itertools.cycle((None, "original", "match_rms_adamw")), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
     ):
-        # Without Nesterov torch.optim.Muon normalizes bf16 momentum in place.
+        # Without Nesterov, torch.optim.Muon normalizes the bf16 momentum buffer in place, which shardmuon does not do.
         if dtype == torch.bfloat16 and not nesterov:
             continue
         mine, theirs = matrices(dtype, shapes), matrices(dtype, shapes)
@@ -90,7 +90,8 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
 
 
 def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
-    """Filling in defaults for missing options would silently undo heads, views and AdamW groups."""
+    """Options that are missing in the checkpoint must not be reset to defaults, which would silently undo head splits,
+    views and AdamW groups."""
     theirs, mine = matrices(shapes=((8, 6), (6, 6))), matrices(shapes=((8, 6), (6, 6)))
     torchs = torch.optim.Muon([{"params": [theirs[0]]}, {"params": [theirs[1]]}], lr=0.1)
     run(torchs, theirs, [1])
@@ -100,11 +101,11 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # Empty state is accepted, and AdamW starts anew because it cannot use the momentum of Muon.
+    # Empty state is accepted. AdamW then starts anew, because it cannot use the momentum of Muon.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
-    # The eps of torch.optim.Muon has another meaning, so AdamW's default stays.
+    # The eps of torch.optim.Muon has a different meaning, so AdamW keeps its default.
     assert found == [[4, True, (0.9, 0.95), 0.1, 1e-8], [None, False, (0.5, 0.6), 0.1, 1e-8]]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]
@@ -139,7 +140,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_drive_it_as_they_drive_torch_optim_muon(name: str, tensor_lr: bool) -> None:
-    """CyclicLR and OneCycleLR also cycle the momentum, but not the betas of AdamW."""
+    """CyclicLR and OneCycleLR also cycle the momentum of Muon groups, but must leave the betas of AdamW groups
+    alone."""
     lr, mine, theirs = torch.tensor(0.05) if tensor_lr else 0.05, matrices(), matrices()
     vector = {"params": [nn.Parameter(torch.ones(3))], "use_muon": False, "lr": 0.05}
     ours = Muon([{"params": mine}, vector], lr=lr, **LIKE_TORCH)
@@ -217,7 +219,7 @@ def _optimizer_of_two_kinds(params: list[nn.Parameter]) -> Muon:
 @pytest.mark.parametrize("again", [lambda *both: pickle.loads(pickle.dumps(both)), _saved_to_a_file])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], steps_before: int) -> None:
-    """A copy has all options, even if the optimizer that loads the state was made with others."""
+    """A copy takes over all options, even if the optimizer that loads the state was made with different options."""
     params = [*matrices(), nn.Parameter(normal(7, seed=9))]
     optimizer = _optimizer_of_two_kinds(params)
     of_matrices, of_vector = optimizer.param_groups
@@ -238,7 +240,7 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], 
 
 # ---------------------------------------------------------------------------------------------- what is computed
 
-# Formula of the scale for each value of adjust_lr_fn.
+# Each value of adjust_lr_fn and the formula of its scale for a matrix with r rows and c columns.
 SCALES: dict[Any, Callable[[int, int], float]] = {
     **dict.fromkeys(("original", None), lambda r, c: math.sqrt(max(1.0, r / c))),
     "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
@@ -249,7 +251,7 @@ SCALES: dict[Any, Callable[[int, int], float]] = {
 
 
 def recovered(adjust: Any, shape: tuple[int, int], **options: Any) -> Tensor:
-    """Return the scaled orthogonal factor of one step, in fp64: (before - after) / lr."""
+    """Take one step, and return the scaled orthogonal factor in fp64, which is (before - after) / lr."""
     p = nn.Parameter(normal(*shape).double())
     before = p.detach().clone()
     optimizer = Muon([p], lr=0.5, weight_decay=0.0, adjust_lr_fn=adjust, **options)
@@ -265,8 +267,8 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # Each side rounds a stored weight of up to 4 and the difference of two weights, which is divided by an lr of 1/2.
-    # The formula of the scale, with lr, adds six operations.
+    # `found` and `plain` both include the rounding of a stored weight of up to 4 and of a difference of two weights,
+    # divided by the lr of 1/2. The formula of the scale, together with lr, adds six rounded operations.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 
@@ -276,7 +278,7 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
 def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: float | Tensor) -> None:
     special = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, 1.0])
     ordinary = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    # The product pairs every special weight with every special agreement.
+    # The Cartesian product pairs every special value of the weight with every special value of `agreement`.
     pairs = torch.cartesian_prod(special, special).T
     weight, agreement = (torch.cat([part, ordinary.roll(i)]).to(dtype) for i, part in enumerate(pairs))
     expected = torch.where(agreement > 0, weight * factor, weight)
@@ -295,8 +297,8 @@ def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: flo
     ],
 )
 def test_options_of_a_group_may_change_between_steps(variant: str | None, changed: dict[str, Any]) -> None:
-    """Two groups with matrices of one shape share a batch until their options differ, and the bits of a matrix do not
-    depend on the size of its batch."""
+    """Matrices of two groups share a batch until the options of the groups differ. The bits of a matrix must not depend
+    on the size of its batch."""
     mine, fresh = matrices(shapes=[(6, 9)] * 2), matrices(shapes=[(6, 9)] * 2)
     given: dict[str, Any] = {"lr": 0.1, "variant": variant}
     ours, first = (Muon([{"params": ps[:1]}, {"params": ps[1:]}], **given) for ps in (mine, fresh))
@@ -372,7 +374,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"momentum_device": "cuda"}, "momentum_device='cuda' is not one of None, 'cpu'"),
 ]
 
-# Names of options in other packages or older versions, and the error text that says what to write.
+# Names that other packages or older versions use for an option, and the error text that gives the correct name.
 SPELLINGS = {
     "num_heads": "is written split_sizes=h",
     "rank_local": "is written process_group=(), tp_group=()",
@@ -524,7 +526,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 _NO_LR = 'needs lr: write lr=0.03 to train from scratch, AdamW\'s lr with adjust_lr_fn="match_rms_adamw" coming from'
 BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Muon(matrices()), TypeError, f"Muon {_NO_LR}"),
-    # lr is required even if every group has one, because groups that are added later would have none.
+    # lr is required even if every group has one, because groups that are added later would have no lr.
     (lambda: Muon([{"params": matrices(), "lr": 0.1}]), TypeError, f"Muon {_NO_LR}"),
     (lambda: Muon(nn.Linear(3, 4)), TypeError, f"Muon {_NO_LR}"),
     (lambda: param_groups(nn.Linear(3, 4)), TypeError, f"param_groups {_NO_LR}"),

@@ -1,4 +1,4 @@
-"""The contents of the wheel and the source archive."""
+"""Tests of the contents of the wheel and the source archive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _run(*command: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build the source archive, and the wheel from that archive, from a copy of all files that git does not ignore."""
+    """Build the source archive, and build the wheel from that archive. The build uses a copy of the repository without
+    files that git ignores."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
     source.mkdir()
@@ -80,7 +81,7 @@ def test_the_wheel_runs_as_a_module_and_as_a_command(built: tuple[Path, Path], t
         wheel.extractall(tmp_path)
         (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
         assert "shardmuon = shardmuon.commands.main:main" in wheel.read(name).decode()
-    # The code runs `python -m shardmuon --version`, and prints the path from which shardmuon is imported.
+    # The code prints the path from which shardmuon is imported, and then runs `python -m shardmuon --version`.
     code = (
         "import runpy, sys, shardmuon; print(shardmuon.__file__); sys.argv[1:] = ['--version']; "
         "runpy.run_module('shardmuon', run_name='__main__', alter_sys=True)"

@@ -1,26 +1,28 @@
-"""Tolerances for tests: a number of roundings, or the error of the plain formula computed in a dtype.
+"""Tolerances for tests: a number of roundings, or the measured error of the plain formula in a dtype.
 
 [Note: one rounding]
-    Rounding to a dtype changes a number by at most u = eps / 2 of itself, the unit roundoff, so k rounded operations
-    have a relative error of at most k u, to first order. Fused operations round less often, so the bound is valid on
+    Rounding to a dtype causes a relative error of at most u = eps / 2, the unit roundoff. To first order, the relative
+    error of k rounded operations is therefore at most k u. Fused operations round less often, so the bound is valid on
     every machine. A sequential sum of n terms has an error of at most (n - 1) u relative to the sum of absolute values.
-    Errors of many terms partly cancel: the root mean square is u sqrt(n / 6) relative to the result for terms of either
-    sign (the i-th partial sum is about sqrt(i) terms large, and its rounding error is u / sqrt(3) of that), and u
-    sqrt(n) / 3 for positive terms. sqrt(n / 6) covers both while n u is small.
+
+    Errors of many terms partly cancel. For terms of either sign, the root mean square of the error is u sqrt(n / 6)
+    relative to the result: the i-th partial sum is about sqrt(i) terms large, and its rounding error is u / sqrt(3) of
+    that. For positive terms, it is u sqrt(n) / 3. While n u is small, u sqrt(n / 6) covers both cases.
 
 [Note: rounding of the steps]
-    The effect of rounding on an orthogonalized matrix depends on the matrix. The bound is therefore measured: the
-    formula is computed with every product rounded to the dtype (with fp32 sums for half precision), on copies of the
-    matrix with random errors of up to one rounding, and compared with fp64. The tolerance is three times the largest
-    error of a few copies, but at least three roundings of the result for each step. For fp64, which has no wider
-    reference, it is scaled down from fp32. The Gram form loses more on some spectra, so its tolerance is 64 times as
-    large (`test_gram.py` limits its worst case to 8 times).
+    The effect of rounding on an orthogonalized matrix depends on the matrix, so the bound is measured. The formula is
+    computed with every matmul rounded to the dtype (with fp32 sums for half precision), on copies of the matrix with
+    random errors of up to one rounding, and is compared with fp64. The tolerance is three times the largest error of a
+    few copies, but at least three roundings of the result for each step. There is no wider reference for fp64, so its
+    tolerance is scaled down from that of fp32. The Gram form loses more accuracy on some spectra, so its tolerance is
+    64 times as large, although `test_gram.py` limits its worst case to 8 times.
 
 [Note: polar factors]
-    An SVD routine returns the exact SVD of a matrix whose error is a small multiple of u ||X||. LAPACK calls the
-    multiple a modest function of the shape; the larger side is more than the multiples seen in practice. An error of
-    norm e moves the polar factor by at most e over the smallest nonzero singular value (by 2 e / (s_i + s_j) between
-    two directions), and singular vectors are orthogonal up to the same multiple of u.
+    An SVD routine returns the exact SVD of a slightly different matrix. The difference is a small multiple of u ||X||,
+    and LAPACK calls the multiple a modest function of the shape. The bound uses the larger side of the matrix, which is
+    more than the multiples seen in practice. An error of norm e moves the polar factor by at most e over the smallest
+    nonzero singular value (by 2 e / (s_i + s_j) between two directions). Singular vectors are orthogonal up to the same
+    multiple of u.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from shardmuon.auditing.reference import relative_error
 
 Coefficients = Sequence[tuple[float, float, float]]
 
-# The coefficients of the default schedule are typed in to be independent of the package.
+# The coefficients of the default schedule are repeated here, so that they do not depend on the package.
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """Return the unit roundoff u, the largest relative error of one rounding."""
+    """Return the unit roundoff u of a dtype, which is the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -49,7 +51,7 @@ def sum_roundoff(
     dtype: torch.dtype,  # dtype in which the sum is accumulated
     num_terms: int,
 ) -> float:
-    """Return the expected error of a sum relative to its own size, see [Note: one rounding]."""
+    """Return the expected rounding error of a sum, relative to the sum. See [Note: one rounding]."""
     return roundoff(dtype) * math.sqrt(num_terms / 6)
 
 
@@ -57,10 +59,10 @@ def sum_roundoff(
 
 
 def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
-    """Assert that tensors, or lists and dicts of tensors, have equal dtypes, shapes and bits, signs of zeros and
-    payloads of NaN included.
+    """Assert that tensors, or lists and dicts of tensors, are bitwise equal and have equal dtypes and shapes. Signs of
+    zeros and payloads of NaN count, too.
 
-    Use this check for the same arithmetic on another layout, which must not change any bit.
+    This is for results of the same arithmetic on different layouts, where no bit may differ.
     """
     if isinstance(expected, Mapping):
         assert list(found) == list(expected), f"{what}: found {list(found)}, expected {list(expected)}"
@@ -95,13 +97,14 @@ def assert_rounded(
     scale: Any = None,
     what: str = "value",
 ) -> None:
-    """Assert that each element is within `roundings` roundings of `dtype` of the expected one.
+    """Assert that each element equals the expected one up to a number of roundings in `dtype`.
 
     Args:
         found: A tensor or a number.
         expected: The expected value.
-        roundings: Total number of rounded operations on both sides, preferably as the expression from which the number
-            is derived. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as random.
+        roundings: Total number of rounded operations in `found` and `expected`, preferably as the expression from which
+            the number is derived. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as
+            random.
         dtype: Dtype of the roundings. Default: the dtype of `found`, or fp64 for a number.
         scale: Magnitude relative to which roundings are measured. If terms cancel, pass the sum of their absolute
             values. Default: the expected value.
@@ -110,7 +113,7 @@ def assert_rounded(
     dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)
     a, b = _double(found), _double(expected)
     assert a.shape == b.shape, f"{what}: found shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    # Equal infinities count as the same.
+    # Equal infinities are accepted here, because their difference is NaN.
     same = (a == b) | (a.isnan() & b.isnan())
     size = (b if scale is None else _double(scale)).abs()
     allowed = roundings * (roundoff(dtype) * size + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
@@ -124,7 +127,8 @@ def assert_rounded(
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float, what: str = "value") -> None:
-    """Assert that ||found - expected|| is at most `bound` * ||expected||. Functions of this module compute bounds."""
+    """Assert that ||found - expected|| is at most `bound` * ||expected||. Other functions of this module compute
+    suitable bounds."""
     assert found.shape == expected.shape, f"{what}: found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     difference = relative_error(_double(found), _double(expected))
     assert difference <= bound, f"{what}: off by {difference:.3g} of its norm, allowed {bound:.3g}"
@@ -143,7 +147,7 @@ def steps_written_out(
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # (rows, cols) fp64
-    """Compute the steps literally, with every product rounded to `dtype`."""
+    """Compute the Newton-Schulz steps literally, with every matmul rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def rounded(x: Tensor) -> Tensor:
@@ -161,15 +165,15 @@ def steps_written_out(
 def orthogonalization_bound(
     coefficients: Coefficients,
     dtype: torch.dtype,
-    matrix: Tensor | None = None,  # (rows, cols): the input, at any scale
+    matrix: Tensor | None = None,  # (rows, cols): the input of the orthogonalization, which may be scaled by any factor
     *,
     gram: bool = False,
 ) -> float:
-    """Return an upper bound of the error (absolute, in the Frobenius norm) of an orthogonalization with products of
+    """Return an upper bound on the absolute error, in the Frobenius norm, of an orthogonalization with matmuls in
     `dtype`.
 
-    See [Note: rounding of the steps]. Without a matrix the bound counts one rounding for every product of every step,
-    amplified by the slope at zero. `gram` is True for the Gram form.
+    See [Note: rounding of the steps]. Without a matrix, the bound counts one rounding for every matmul of every step,
+    amplified by the slope of the iteration at zero. `gram` is True for the Gram form.
     """
     unit = roundoff(dtype)
     if matrix is None:
@@ -188,8 +192,8 @@ def polar_bound(
     matrix: Tensor,  # (rows, cols)
     rank: int | None = None,
 ) -> float:
-    """Return an upper bound of the error (in the Frobenius norm) of a polar factor from an SVD in fp64, see [Note:
-    polar factors].
+    """Return an upper bound on the error, in the Frobenius norm, of a polar factor computed from an SVD in fp64. See
+    [Note: polar factors].
 
     `rank` is the number of nonzero singular values, by default all of them.
     """
@@ -209,12 +213,12 @@ def assert_same_orthogonalization(
     exact: bool = False,
     what: str = "result",
 ) -> None:
-    """Assert that two results of the same steps agree within the rounding of their products.
+    """Assert that two results of the same Newton-Schulz steps agree up to the rounding of their matmuls.
 
     Args:
-        found: Result with products of `dtype`.
-        expected: Another such result, or with `exact` a result computed in fp64 in another way.
-        dtype: Dtype of the products.
+        found: Result with matmuls in `dtype`.
+        expected: Another such result, or with `exact` a result that was computed in fp64 by a different method.
+        dtype: Dtype of the matmuls.
         coefficients: Coefficients of each step.
         matrix: The input of the orthogonalization.
         gram: True for the Gram form.
@@ -242,12 +246,11 @@ def assert_same_update(
     exact: bool = False,
     what: str = "update",
 ) -> None:
-    """Assert that two steps applied the same update. The comparison is of (before * decay - after) / lr, so that a
-    small lr hides no difference.
+    """Assert that two steps applied the same update.
 
-    The bound is that of `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights: the decayed
-    weight and the difference are rounded once each, so that the recovered update of each side is off by at most 2 u
-    ||weights|| / lr.
+    The comparison is of (before * decay - after) / lr, so that a small lr hides no difference. The bound is that of
+    `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights. Both runs round the decayed
+    weight once and the updated weight once, so that each recovered update is off by at most 2 u ||weights|| / lr.
 
     Args:
         found: Weights after the step.
@@ -255,12 +258,12 @@ def assert_same_update(
         before: Weights before both steps.
         lr: Learning rate.
         weight_decay: Decoupled weight decay, multiplied by lr.
-        scale: Factor of the orthogonalized matrix besides lr ("match_rms_adamw", ...).
-        dtype: Dtype of the products.
+        scale: Factor of the orthogonalized matrix besides lr, such as that of "match_rms_adamw".
+        dtype: Dtype of the matmuls.
         coefficients: Coefficients of each step.
-        matrix: The input of the orthogonalization. Without a matrix the bound is valid for any matrix, and hundreds of
+        matrix: The input of the orthogonalization. Without a matrix, the bound is valid for any matrix, but hundreds of
             times wider.
-        exact: True if `expected` was computed in exact arithmetic (its weights are still stored in its dtype).
+        exact: True if `expected` was computed in exact arithmetic. Its weights are still rounded to their dtype.
         what: Name of the update in the error message.
     """
     decayed = _double(before) * (1 - lr * weight_decay)

@@ -1,5 +1,5 @@
-"""One row for each variant with stages, with expected values that tests cannot read from the stages. To add a variant,
-copy a row.
+"""One row for each variant with post-processing stages, with expected values that tests cannot derive from the stages.
+To add a variant, add such a row.
 
 The file has data only, because tests/golden/table.py also imports it in older revisions of the repository.
 """
@@ -13,12 +13,12 @@ class VariantCase(NamedTuple):
     """Expected values for a variant.
 
     Attributes:
-        launches: Most kernels that the variant adds to a step on an accelerator, for one layer and for four. If a
-            number is too small, test_cuda_shape.py prints the number found.
-        left_out: All findings of an audit of a step without the first stage: usually "variant_wrong" for a stage before
-            the orthogonalizer, "kept_wrong" for a stage after it that keeps state, "wrong_matrix" for wrong rows or
-            columns, "clipped_update" or "scale_wrong" for one wrong factor, and "norm_wrong" for a stage on weights. If
-            the findings differ, test_audit.py prints them.
+        launches: Largest number of kernels that the variant may add to a step on an accelerator, for a model of one
+            layer and for a model of four layers. If a number is too small, test_cuda_shape.py prints the number found.
+        left_out: All findings of an audit of a step that leaves out the first stage. For a stage before the
+            orthogonalizer, this is usually "variant_wrong". For a stage after the orthogonalizer that keeps state, it
+            is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or columns give "wrong_matrix", and
+            one wrong factor gives "clipped_update" or "scale_wrong". If the findings differ, test_audit.py prints them.
     """
 
     launches: tuple[int, int]
@@ -31,5 +31,5 @@ CASES = {
     "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
-# The first three variants also occur by name in tests.
+# variants added later than the three in TOGETHER, which tests refer to by name
 LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))

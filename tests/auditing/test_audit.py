@@ -1,7 +1,7 @@
 """Tests that an audit reports nothing for a correct optimizer on any layout, and that it catches and names every fault
 defined in `planted.py`.
 
-All ranks must return equal reports.
+All ranks must return the same report.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ METHODS = ("auto", "standard", "gram")
 
 
 def _next_step(optimizer: Muon) -> AuditReport:
-    """Take a step with other gradients, so that momentum and gradient point in different directions."""
+    """Take a step with different gradients, so that momentum and gradient point in different directions."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad.sin_()
     return step_of(optimizer)
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """Check that a step on the layout is bitwise equal to one process, and return the audit report of a second step."""
+    """Assert that a step on the layout matches a single-process run bitwise, and return the audit report of a second
+    step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        # The optimizer warns about zeros on ranks whose shard has no element of a matrix.
+        # The optimizer warns about zero weights on ranks that store no element of a matrix.
         warnings.filterwarnings("ignore", ".*zero before the first step")
         found = compare_with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
@@ -70,7 +71,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """Mark the row `numeric` if other default matmul settings could change its result."""
+    """Mark the test case `numeric` if its result could depend on the default matmul dtype."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
@@ -85,7 +86,7 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
     ],
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
-    """The variants and methods are spread over the layouts: how an audit reads a layout does not depend on either."""
+    """Each layout is tested with one variant and one method, because how an audit reads a layout depends on neither."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
     reports = get_pool(world).run(sound, layout, variant=variant, method=method)
@@ -100,7 +101,7 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
-# Nesterov momentum, named schedules and the remaining matmul dtypes are covered by DRAWN below.
+# DRAWN covers Nesterov momentum, named schedules and the remaining matmul dtypes.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
@@ -128,11 +129,11 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# The list has correct steps with the largest rounding errors found in random searches. In some, rounding changes a
-# whole direction of the update: at a maximum of the polynomial (bf16, fp16 standard), through noise in a null direction
-# (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (1000729). The rest cover
-# post-processing before the cast to the fp16 wire, matrices of ones (MuonEq rounds all elements alike), and bf16
-# weights that torch's own addition updates (8500193).
+# These correct steps had the largest rounding errors in random searches. In some of the steps, rounding changes a whole
+# direction of the update. This happens at a maximum of the polynomial (bf16, fp16 standard), through noise in a null
+# direction (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (seed 1000729).
+# The other steps have post-processing before the cast to fp16 for the exchange, matrices of ones (in which MuonEq
+# rounds all elements alike), or bf16 weights that torch's own addition updates (seed 8500193).
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -154,7 +155,7 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
-    """benchmarks/audit_sharpness.py runs 1,000 random steps in the same way."""
+    """benchmarks/audit_sharpness.py runs the same test on 1,000 random steps."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
     assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
@@ -203,8 +204,8 @@ def test_a_matrix_of_one_element_of_any_stride_is_audited_by_its_value() -> None
 INEXACT = tuple(name for name, fault in FAULTS.items() if not fault.exact)
 BY_TORCH = ("Hyperball: other rule", *[name for name in INEXACT if not name.startswith("orthogon")][1::8])
 OF_STAGES = tuple(n for n in FAULTS if n.startswith(("NorMuon: n", "NorMuon: the", "NorMuon: b", "MuonEq")))
-# Every fault runs once in the default arithmetic and once more in fp16 or with large matrices, and some with torch's
-# own orthogonalizer or in a first step. benchmarks/audit_sharpness.py runs all pairs.
+# Every fault is tested once with the default matmul dtype and once more in fp16 or with large matrices. Some faults are
+# also tested with torch's own orthogonalizer or in a first step. benchmarks/audit_sharpness.py tests all combinations.
 PLANTED = [
     *(_row({}, None, False, (name,), numeric=not fault.exact) for name, fault in FAULTS.items()),
     *(
@@ -233,7 +234,8 @@ def test_a_planted_fault_is_caught_and_named(
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
 def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) -> None:
-    """Half-precision rounding moves a low-rank update by more than its own norm, all in the null directions."""
+    """With half-precision matmuls, rounding moves a low-rank update by more than the norm of the update, but only in
+    the null directions. The audit must ignore these directions and still find a clipped update."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 128, generator=generator))
     optimizer = Muon([("w", weight)], lr=0.02, variant="cautious", **PRODUCTS[products])
@@ -246,8 +248,8 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def stacked() -> AuditReport:
-    """Audit the second step of a stack of experts sharded by rows. A patch swaps the step's tiles of the first two
-    experts' lower rows on all ranks alike."""
+    """Audit the second step of a stack of experts that is sharded by rows. On all ranks, a patch swaps the first two
+    experts in the tiles of the lower rows."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -299,7 +301,8 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Run ten steps with an audit every third step; the fault is planted in steps 5 and 7."""
+    """Run ten steps, with an audit in every third step and the fault planted in steps 5 and 7. Only step 7 is both
+    faulty and audited."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []
@@ -327,13 +330,14 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """A fault that could be intended by the user is only a warning."""
+    """A fault that the user may have intended is only a warning."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
 
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
-    """Every rank trains its own expert, so only the optimizer's process group connects the ranks."""
+    """Train a separate expert on each rank, so that only the optimizer's process group connects the ranks. Rank 0 alone
+    asks for an audit."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
     optimizer = Muon(
         [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD
@@ -352,7 +356,8 @@ def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
 
 
 def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
-    """Each pair of ranks shares one matrix; with `drifts`, rank 3 changes its copy of the last matrix."""
+    """Audit a step in which each pair of ranks shares one matrix. With `drifts`, rank 3 changes its copy of the last
+    matrix."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
     optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)
@@ -388,8 +393,8 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Each pair of ranks shares a matrix. After the plan is made, the first pair's process group is changed to all four
-    ranks, and a patch hides the change from the optimizer."""
+    """Audit a step of the first pair of ranks, which share a matrix. After the plan is made, the process group of the
+    pair is changed to all four ranks, and a patch hides the change from the optimizer."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

@@ -1,5 +1,5 @@
-"""Tests of the audit's arithmetic: its fp64 reference equals the plain Newton-Schulz iteration, and the pieces that
-ranks send reassemble to whole matrices."""
+"""Tests of the audit's arithmetic: its fp64 reference matches the plain Newton-Schulz iteration, and the pieces that
+ranks send are reassembled to full matrices."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """The orthogonalized matrix, if its input was divided by `longer` times its norm."""
+    """Return the orthogonalized matrix for an input that was divided by `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
 
 def eigen_bound(shape: Sequence[int], coefficients: Coefficients) -> float:
-    """Error bound of a polynomial that is evaluated through the eigenvalues of a Gram matrix. For a matrix of norm 1,
-    the squared singular values have the error of an fp64 eigenproblem (`polar_bound`), so values near zero have the
-    square root of that error, times the polynomial's slope at zero."""
+    """Return an error bound for a polynomial that is evaluated through the eigenvalues of a Gram matrix. For a matrix
+    of norm 1, the squared singular values have the error of an fp64 eigenproblem (see `polar_bound`). A singular
+    value near zero therefore has the square root of that error, amplified by the slope of the polynomial at zero."""
     return math.prod(a for a, _, _ in coefficients) * (max(shape) * roundoff(torch.float64)) ** 0.5
 
 
@@ -73,7 +73,8 @@ def test_the_reference_is_the_plain_iteration_at_any_scale(shape: tuple[int, int
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
-    """Dividing a matrix by a larger norm is the same as adding a row and a column that raise its norm."""
+    """Dividing a matrix by a norm larger than its own gives the same result as adding a row and a column that raise the
+    norm."""
     x = _drawn("gauss", 12, 20)
     bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
     bordered[-1, -1] = 0.35 * x.norm()
@@ -96,8 +97,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     after = before.clone()
     s = _settings(variant)
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
-    # The weight is rounded twice on each of the two paths, at the decay and at the update, and so is the recovered
-    # update.
+    # `apply_` and `recovered_update` each round the weight twice, at the decay and at the update. Four roundings are
+    # also allowed for the update.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     arithmetic = Arithmetic(s, Choice("standard"), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
@@ -106,7 +107,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """Each rank's part of a matrix has the right elements at the right places, without the tiles that the step uses."""
+    """The parts that ranks send must contain every element of a matrix once, in the right place, although they are
+    computed without the tiles that the step uses."""
     for layout, _ in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)
@@ -123,9 +125,8 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[Para
 
 
 BLOCKS = {
-    # The rows of two matrices alternate: one matrix begins inside the tensor, one is stored in two intervals.
     "whole rows, and parts of others": (
-        # Rows 0-2 and 4-6 are one matrix, rows 3 and 7 are the other.
+        # The rows of two matrices alternate: rows 0-2 and 4-6 are one matrix, rows 3 and 7 are the other.
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
         (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4))),
         [
@@ -135,7 +136,7 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        # The first box has rows 0 to 3 of the first matrix, the second box its rows 4 and 5.
+        # The first box has rows 0 to 3 of the first matrix, and the second box has its rows 4 and 5.
         (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),

@@ -1,5 +1,5 @@
-"""Tests that jobs saved on one layout and resumed on another have equal bits, over layouts, momentum formats and
-variants."""
+"""Tests that a job which is saved on one layout and resumed on another stays bitwise identical to an uninterrupted run,
+for various layouts, momentum formats and variants."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
 Tensors = Mapping[str, Tensor]
 
-# Most dimensions are not divisible by the number of ranks, so shards are uneven. fsdp2+tp shards rows twice, so some
-# shards are also strided.
+# Most dimensions are not divisible by the number of ranks, so shards are uneven. fsdp2+tp shards the rows over two mesh
+# axes, so some shards are also strided.
 SHAPES = {
     "squarish": (14, 15),
     "tall": (35, 11),
     "experts": (7, 6, 10),
-    "wide": (13, 133),  # 133 columns are two blocks of 8-bit momentum.
+    "wide": (13, 133),  # A row of 133 columns has two blocks of 8-bit momentum.
     "table": (21, 6),
     "late": (7, 5),  # The parameter "late" has no gradient before the checkpoint.
     "frozen": (4, 4),
@@ -57,7 +57,7 @@ KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
-    """The dtypes, the momentum format and the variants of a job."""
+    """A kind of job: the dtype of its weights, how momentum is stored, and the variants of its parameter groups."""
 
     dtype: torch.dtype = torch.float32
     storage: Mapping[str, Any] = MappingProxyType({})
@@ -82,7 +82,7 @@ SAVED_AFTER, RESUMED_UNTIL = 3, 5
 
 
 def values(seed: int) -> dict[str, Tensor]:
-    """Random full tensors that depend on the seed and the name only."""
+    """Return random full tensors that depend only on the seed and the parameter."""
     return {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + i))
         for i, (name, shape) in enumerate(SHAPES.items())
@@ -121,7 +121,7 @@ class Job:
             self.optimizer.step()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's local weights and optimizer state, by state key and parameter name."""
+        """Return this rank's local weights and optimizer state, keyed by state key and parameter name."""
         out: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.model.named_parameters()}}
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -129,10 +129,11 @@ class Job:
         return {key: {name: local(t).clone() for name, t in of_key.items()} for key, of_key in out.items()}
 
     def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
-        """Names of the local weights and state that differ in any bit from the full tensors of one process."""
+        """Return the names of local weights and state that are not bitwise equal to the full tensors of a
+        single-process run."""
         found, row = list[str](), LAYOUTS[self.layout]
         for key, full in expected.items():
-            # A layout's build function takes all tensors by position, in a dtype that may have gradients.
+            # `build` needs a tensor for every parameter of the layout, in a dtype that may have gradients.
             whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
             cut = full if key in ("step", *KEPT_KEYS) else row.build(whole, row.mesh(self.world))
             for name, of_one in full.items():
@@ -151,7 +152,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def uninterrupted(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Weights and state of one process that ran all steps without a checkpoint."""
+    """Return the weights and state of a single-process run of all steps without a checkpoint."""
     job = Job("single", kind)
     job.run(range(RESUMED_UNTIL))
     return job.snapshot()
@@ -188,7 +189,7 @@ def _save(layout: str, path: str, form: str, kind: str) -> None:
         if dist.get_rank() == 0:
             torch.save(state, Path(path, "full.pt"))
     elif form == "async":
-        # async_save needs its own process group, as steps use the default group in the meantime.
+        # async_save needs its own process group, because steps use the default group in the meantime.
         own = dist.new_group(backend="gloo")
         future = dcp.async_save(_state(job, form), checkpoint_id=path, process_group=own)
         job.run(range(SAVED_AFTER, 20))
@@ -221,16 +222,18 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
 
 
 # Each source and target is a pair of a layout and a number of ranks. A checkpoint records only its pieces, not the
-# layout it came from, so each source is loaded on one process and on another layout.
+# layout from which it was saved. It is therefore enough to load each source on a single process and on one other
+# layout.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
 GRID, EXPERTS, DIMS = ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)
 COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2), ("tp x dp", 4)
-# torch's functions cannot tell which part of the full tensor a plain shard is, so only shardmuon's functions save plain
-# shards.
+# torch's functions cannot tell which part of the full tensor a plain shard (not a DTensor) is, so plain shards are only
+# saved with shardmuon's functions.
 PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and not name.startswith("tp ")]
-# Each row has the layout a job is saved on, the layout it is loaded on, the checkpoint format and the kind of job. The
-# formats are torch's functions, their flattened state dict, async_save during steps, one file that every rank or only
-# rank 0 reads, and shardmuon's functions. 8-bit momentum is used on layouts that split none of its blocks.
+# Each case gives the layout on which a job is saved, the layout on which it is loaded, the checkpoint format and the
+# kind of job. The formats are torch's functions, their flattened state dict, async_save during steps, one file that
+# every rank or only rank 0 reads, and shardmuon's functions. 8-bit momentum is used only on layouts that split none of
+# its blocks.
 RESUMES = [
     (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),
@@ -251,7 +254,7 @@ RESUMES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """A function that returns the folder of a saved job, and saves each job only once."""
+    """Return a function that saves a job and returns the folder of the checkpoint. Each job is saved only once."""
 
     @functools.cache
     def get(source: tuple[str, int], form: str, kind: str) -> str:
@@ -277,15 +280,16 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    assert equal <= {"step of late"}  # The parameter "late" has no gradient, and so no step, before the checkpoint.
+    # The parameter "late" has no gradient before the checkpoint, and therefore no step count.
+    assert equal <= {"step of late"}
 
 
 # ------------------------------------------------------------------------------------ state before loading
 
 
 def _made(layout: str, how: str) -> None:
-    """Make the optimizer state that checkpoint code needs before it loads: zeros for every parameter that is not
-    frozen, while the weights stay unchanged."""
+    """Create optimizer state as checkpoint code does before it loads. Check that the state is zero for all trained
+    parameters, and that the weights stay unchanged."""
     job = Job(layout, "variants" if how == "asked" else "plain")
     before = job.snapshot()["weights"]
     assert job.optimizer.state_dict()["state"] == {}
@@ -299,7 +303,7 @@ def _made(layout: str, how: str) -> None:
         job.optimizer.step()
     found = job.snapshot()
     assert_bitwise(found.pop("weights"), before)
-    assert found.pop("step")["table"] == (how == "stepped")  # AdamW counts a first step at lr=0, as torch's AdamW does.
+    assert found.pop("step")["table"] == (how == "stepped")  # AdamW counts a step at lr=0, as torch's AdamW does.
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
     of_variants = {"second_moment", "weight_radius"} if how == "asked" else set()
     assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *of_variants}
@@ -334,7 +338,7 @@ def test_state_of_another_layout_is_refused_by_name(world4: RankPool) -> None:
 
 
 def _damaged(path: str, layout: str, num_cut: int) -> None:
-    """Truncate the largest checkpoint file by num_cut bytes, then check that loading fails and changes nothing."""
+    """Truncate the largest checkpoint file by num_cut bytes, and check that loading fails and changes nothing."""
     job = Job(layout)
     job.run(range(2))
     checkpoint.save(path, job.model, job.optimizer)

@@ -1,5 +1,5 @@
-"""Tests of state dicts and checkpoint files on one process: what they restore, and that a file that does not fit is
-refused as a whole."""
+"""Tests of state dicts and checkpoint files on one process: what they restore, and that a file that does not match the
+optimizer is refused as a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def pair(dtype: torch.dtype = FP32, **options: Any) -> tuple[Muon, list[nn.Parameter]]:
-    """A small optimizer with a Muon parameter w and an AdamW parameter b."""
+    """Return a small optimizer, and its Muon parameter w and AdamW parameter b."""
     w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
     groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
     return Muon(groups, lr=1e-3, **options), [w, b]
@@ -75,8 +75,8 @@ def _decoded(state: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("wanted", STORED)
 @pytest.mark.parametrize("saved", STORED)
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
-    """The loaded momentum is bitwise equal if both dtypes are the same; torch would cast fp32 momentum, or a scale, to
-    the parameter's dtype."""
+    """Loading must not cast fp32 momentum, or the scales of 8-bit momentum, to the dtype of the parameter, as torch
+    would. If both formats are the same, the loaded momentum is bitwise equal."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
     one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))
@@ -100,7 +100,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # grad_dtype=None allows fp32 gradients of bf16 weights.
+    w.grad_dtype = v.grad_dtype = None  # None allows fp32 gradients of bf16 weights.
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -115,8 +115,8 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
-    """The run is continued from torch's state dict, which includes its options, or by the copy shown in
-    docs/migration.md."""
+    """The run continues from torch's state dict, which includes its options, or from state that is copied as
+    docs/migration.md shows."""
     theirs = [nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))]
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
     old = torch.optim.Muon(theirs, **options)
@@ -133,8 +133,8 @@ def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torc
 
 
 def test_numbers_that_require_grad_are_numbers() -> None:
-    """torch warns when it converts a tensor that requires grad to a number, and the test suite turns warnings into
-    errors."""
+    """torch warns when a tensor that requires grad is converted to a number, and the test suite turns warnings into
+    errors, so there must be no such conversion."""
     (old, params), (new, others) = pair(), pair()
     for group in old.param_groups:
         group.update(lr=torch.tensor(0.05, requires_grad=True), weight_decay=torch.tensor(0.5, requires_grad=True))
@@ -150,11 +150,12 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 class File:
     """A checkpoint file, and the optimizer that loads it."""
 
-    options: tuple[tuple[str, Any], ...] = ()  # Options of the optimizer that loads the file.
-    tied: bool = False  # True if both layers share one weight.
+    options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
+    tied: bool = False  # True if both layers share one weight
     frozen: bool = False
-    empty_at: int | None = None  # Position of a parameter group without parameters.
-    # Not None if torch creates no state before loading, because gradients exist ("") or a step broke off (the reason).
+    empty_at: int | None = None  # position of a parameter group without parameters
+    # Why torch cannot create state before it loads the file: "" if gradients exist, or the text of a broken step. None
+    # if torch creates state.
     busy: str | None = None
 
 
@@ -228,7 +229,7 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
 
 
 def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a broken step, saving is refused until the user accepts the state."""
+    """Saving is refused during a step. After a broken step, it is refused until the user accepts the state."""
     (model, optimizer), said, whole = two(), list[str](), Buckets.run
 
     def save(says: str) -> None:

@@ -1,5 +1,5 @@
-"""Tests of process groups: which groups are created, with which time-outs, and what follows when they are destroyed and
-created anew."""
+"""Tests of process groups: which groups the optimizer creates, with which time-outs, and what happens when they are
+destroyed and created again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _join(store: str) -> None:
 
 
 def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
-    """Time-outs of the groups that the optimizer creates, and the error text after the default group was destroyed."""
+    """Return the time-outs of the process groups that the optimizer creates, and the text of the error after the
+    default group is destroyed."""
     _join(store)
     made = [timeout_of(dist.group.WORLD)]
     parent = dist.new_group([0, 1], timeout=PARENTS)
@@ -65,9 +66,9 @@ def test_own_groups_have_the_users_time_out_and_those_that_are_destroyed_are_nam
 def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch calls `ncclCommSplit`, which waits for all ranks of the default group, whenever that group is bound to a
-    device."""
-    bound = torch.device("cuda", 3)  # `init_process_group(device_id=...)` binds the default group like this.
+    """If the default group is bound to a device, torch creates the new group with `ncclCommSplit`, which waits for all
+    ranks of the default group. The binding must therefore be removed in the meantime."""
+    bound = torch.device("cuda", 3)  # `init_process_group(device_id=...)` binds the default group to such a device.
     world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []
 
     def new_group(ranks: list[int], **options: Any) -> str:
@@ -137,7 +138,7 @@ _LIVES = textwrap.dedent(
 @pytest.mark.ranks
 @pytest.mark.apart
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
-    """gloo threads that outlive their process group abort the process at exit with `terminate called` and exit
-    code -6."""
+    """A gloo thread that outlives its process group aborts the process at exit, with the message `terminate called` and
+    exit code -6."""
     for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
         assert (code, out.strip()) == (0, "done") and "terminate called" not in err, err

@@ -1,5 +1,5 @@
-"""Tests of the vote before a step, simulated and on real ranks: which ranks form a component, and that all of them get
-the same verdict."""
+"""Tests of the vote before a step, simulated and on real ranks: which ranks form a connected component, and that all
+ranks of a component get the same verdict."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # There are two replicas of four pipeline stages, and the first replica ties the embeddings of the first and the
-    # last stage.
+    # Two replicas have four pipeline stages each, and the first replica ties the embeddings of its first and last
+    # stage.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """The connected component of a rank, computed by its definition."""
+    """Return the connected component of a rank, computed directly from the definition."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -71,7 +71,7 @@ def sets_of(family: Family, rank: int) -> tuple[Ranks, ...]:
 
 
 def drawn_family(chance: random.Random) -> Family:
-    """One to seven random sets of two to four ranks out of eight."""
+    """Return one to seven random rank sets, each of two to four out of eight ranks."""
     return sorted({tuple(sorted(chance.sample(range(8), chance.randint(2, 4)))) for _ in range(chance.randint(1, 7))})
 
 
@@ -79,8 +79,7 @@ def drawn_family(chance: random.Random) -> Family:
 
 
 def doubled(num: int) -> list[int]:
-    """Run the reduction schedule of a vote with one thread per member, and return the sum that each member ends up
-    with."""
+    """Run the reduction schedule of a vote with one thread per rank, and return the sum that each rank obtains."""
     boxes = defaultdict[tuple[int, int], SimpleQueue[int]](SimpleQueue)
 
     def member(me: int) -> int:
@@ -102,7 +101,7 @@ def test_every_message_is_counted_once_on_every_rank() -> None:
 
 
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
-    """The message in which a rank of the component `own` sends its ballot."""
+    """Return the message with which a rank of the component `own` sends its ballot."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
     with mock.patch.object(voting, "lane_of", return_value=lane):
@@ -111,7 +110,8 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
 
 
 def voted(ballots: dict[int, Ballot]) -> Ballot:
-    """The verdict of a component, whose ranks' messages are merged in two orders with equal results."""
+    """Return the verdict of a component. The messages of its ranks are merged in two orders, which must give equal
+    results."""
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
     one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
@@ -160,7 +160,8 @@ def test_messages_of_unlike_lengths_and_versions_are_understood(monkeypatch: pyt
 
 
 def test_the_store_takes_the_name_of_a_lane_of_any_ranks() -> None:
-    """torch's TCPStore closes the connection if a key is longer than 8 KiB."""
+    """torch's TCPStore closes the connection if a key is longer than 8 KiB, so the name of a lane must be short even
+    for many ranks."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=10))
     strided = tuple(range(0, 1 << 17, 8))
     lanes_of = [(strided, 1), (strided, 2), (strided[1:], 1), ((0, 1, 2), 1), ((0, 12), 1)]
@@ -176,8 +177,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest number of presence bits and an unequal digest, then with shards that would need more bits
-    than are allowed."""
+    """Vote with the largest allowed number of presence bits and with digests that differ between ranks. Then check that
+    shards which need more bits than allowed are refused."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank, MOST_BITS)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -206,8 +207,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
-    """Return the component, the verdict of a vote, and the error texts of discover and gather, where only the culprit
-    rank has a fault."""
+    """Plant a fault on the rank `culprit`. Return the component, the verdict of a vote, and the error texts of
+    `discover` and `gather`."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)
@@ -250,7 +251,8 @@ def _raising(error: BaseException) -> None:
 
 
 SETS = {0: (ALL,), 1: (ALL, (1, 2)), 2: (ALL,)}
-# Each case has a collective call on three ranks, the expected error text, and the ranks whose own exception caused it.
+# Each case gives a collective call on three ranks, the expected error text, and the ranks whose own exception caused
+# the error.
 TALKS: dict[str, tuple[Callable[[int], object], str, tuple[int, ...]]] = {
     "nothing": (lambda rank: run_together(lambda: rank), "", ()),
     "one interrupt": (
@@ -286,8 +288,8 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 
 def _late(closes: bool) -> tuple[str, float]:
-    """Rank 3 of four does not vote. The other ranks run into a time-out of one second, or rank 3 closes its
-    connections."""
+    """Leave rank 3 of four out of a vote. It either closes its lane or stays silent until the other ranks time out
+    after one second. Returns the error text and the elapsed seconds."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)
     lane = groups.lane_of(ranks)
@@ -298,7 +300,7 @@ def _late(closes: bool) -> tuple[str, float]:
             vote(Ballot(Phase.STEP), ranks)
         text = str(caught.value)
     elif closes:
-        # After an exception, a lane may be closed twice, by the core of a process group and by the optimizer.
+        # After an exception, both `Muon` and QK-clip may close the same lane, so closing it twice must be harmless.
         for _ in range(2):
             groups.close_lane(ranks)
     took = time.monotonic() - began
@@ -314,5 +316,5 @@ def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: R
     assert "rank 3, or one that it waits for, does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
     assert all("nothing on this rank" in text for text, _ in found)
     # If rank 3 closes its lane, the ranks that wait for it fail at once, and so do the ranks that wait for those ranks.
-    # Otherwise all of them run into the time-out.
+    # Otherwise all of these ranks time out.
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)

@@ -94,7 +94,7 @@ def test_wrong_input_is_told_what_to_write(
     words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # With None in sys.modules, `import transformers` fails.
+    monkeypatch.setitem(sys.modules, "transformers", None)  # None in sys.modules makes `import transformers` fail.
     model = "import torch\nbuild = torch.nn.ModuleDict({'experts': torch.nn.Linear(4, 4)})"
     for name, text in {"there.json": "{}", "there.py": model, "gpu.yaml": "a: ["}.items():
         Path(name).write_text(text)
@@ -106,7 +106,7 @@ def test_wrong_input_is_told_what_to_write(
 
 
 def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> None:
-    """With half of every peak rate, matmuls take twice as long. docs/foresight.md documents every number of a hardware
+    """Halving every peak rate doubles the time of matmuls. docs/foresight.md must document every number of a hardware
     file."""
     text = (_FOLDER / "h100.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  peak \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
@@ -125,7 +125,7 @@ def test_units_are_those_that_people_read() -> None:
     assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
 
 
-# Each entry has a value that is not the option's default, and whether the value changes the plan's counts.
+# Each option has a value that is not its default, and whether the value changes the counts of the plan.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -135,7 +135,8 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    "process_group": (None, False),  # The mesh describes the process groups, as a plan without ranks has no real ones.
+    # The mesh describes the process groups, because a plan without ranks has no real ones.
+    "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),
     "ns_dtype": (torch.float32, True),
@@ -162,7 +163,7 @@ def test_plan_takes_every_option_of_muon() -> None:
 
 
 def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -> None:
-    """A model name with HTML in it must be escaped."""
+    """The model name contains HTML, which must be escaped."""
     path = tmp_path / "out.html"
     replace(report, exact=replace(report.exact, model="<script>alert(1)</script>")).write_html(path)
     text = path.read_text()
@@ -207,7 +208,7 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        (kept + 0.9 * more, "may not fit"),  # The plan's memory for a step is an upper bound.
+        (kept + 0.9 * more, "may not fit"),  # The memory that a plan predicts for a step is an upper bound.
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),
     ):

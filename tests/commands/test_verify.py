@@ -1,4 +1,5 @@
-"""Tests of `shardmuon verify`: its rows are measured, and a layout that misses the contract makes the command fail."""
+"""Tests of `shardmuon verify`: the values in its table are measured, and a layout that violates the contract makes the
+command fail."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # A step has an agreement and two exchanges.
+        "collectives": "3",  # A step has one vote and two exchanges.
     }
 
 
@@ -59,8 +60,7 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """Run `compare_with_dense` for one step in which, on one rank, the result of the function `name` is damaged
-    once."""
+    """Run `compare_with_dense` for one step. On one rank, the result of the function `name` is damaged once."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -70,7 +70,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **given)  # The undamaged run caches the dense reference for the next run.
+    compare_with_dense(layout, **given)  # The undamaged run caches the dense reference for the second run.
     with mock.patch.object(update, name, spoiled):
         return compare_with_dense(layout, **given)
 
@@ -100,7 +100,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     ok, cells = _row(deepspeed_pools[3], "zero3")
     assert ok and cells["NS runs"] == cells["matrices"] == "58", cells
-    assert int(cells["collectives"]) >= 3  # DeepSpeed steps in several calls, one for each set of partitions.
+    # Under DeepSpeed, a step takes several calls of the optimizer, one for each set of partitions.
+    assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 
 

@@ -12,7 +12,8 @@ CLAIM = re.compile(r"^- .+ \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 
 def claimed() -> list[tuple[str, str]]:
-    """File and test name of every claim. A line that begins like a claim must have the format of a claim."""
+    """Return the file and the test name of every claim. A line that begins like a claim must have the format of a
+    claim."""
     lines = [line for line in (TESTS / "CLAIMS.md").read_text().splitlines() if line.startswith("- ")]
     found = [CLAIM.match(line) for line in lines]
     assert [line for line, match in zip(lines, found, strict=True) if match is None] == []
@@ -20,7 +21,7 @@ def claimed() -> list[tuple[str, str]]:
 
 
 def existing() -> set[tuple[str, str]]:
-    """File and name of every test function."""
+    """Return the file and the name of every test function."""
     return {
         (str(path.relative_to(TESTS)), node.name)
         for path in TESTS.rglob("test_*.py")

@@ -1,4 +1,4 @@
-"""Tests that run the code blocks and docstring examples and check the links of the documents."""
+"""Tests that run the code blocks and docstring examples in the documentation and check its links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULES = [
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run_one_after_the_other(path: Path) -> None:
-    """The printed output must end with the text block that follows a Python block, if there is one."""
+    """If a text block follows a Python block, the output up to that point must end with the text block."""
     namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for block, shown in re.findall(r"(?s)```python\n(.*?)```(?:\s*```text\n(.*?)```)?", path.read_text()):
@@ -54,7 +54,8 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_documents_name_only_files_that_are_there(path: Path) -> None:
-    """A path may be relative to any folder. The changelog is exempt, as it also names deleted files."""
+    """A document may give a path relative to any folder. The changelog is exempt, because it also names deleted
+    files."""
     named = set(re.findall(r"(?<![\w/.-])[\w/]+\.py\b", path.read_text()))
     if path.name != "CHANGELOG.md":
         assert [name for name in named if not any(str(file).endswith(f"/{name}") for file in SOURCES)] == []

@@ -1,4 +1,4 @@
-"""Tests of the counts of scripts/house.py, on small sources and on a chain of calls counted by hand."""
+"""Tests of the counts of scripts/house.py, on small sources and on a chain of calls that was counted by hand."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ TOP = """
 
 
 def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path: Path) -> None:
-    """Expected are one call of top, two of leaf, one of the generator numbers, two of `len` and one of `sum`; functions
-    outside the folder are not counted."""
+    """The expected calls are one of `top`, two of `leaf`, one of the generator `numbers`, two of `len` and one of
+    `sum`. Functions outside the folder are not counted."""
     leaves = run(tmp_path / "deep" / "leaves.py", LEAVES)
     outside = run(tmp_path.parent / "outside.py", "def outside(): return len('')")["outside"]
     top = run(tmp_path / "top.py", TOP, leaf=leaves["leaf"], numbers=leaves["numbers"], outside=outside)["top"]
@@ -60,7 +60,7 @@ def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path:
         ("deep/leaves.py", 5, "numbers"): 1,
     }
     assert str(calls) == "4 / 3 / 2" and calls.num_c == 3
-    # Python before 3.12 has a frame for a list comprehension as well as for a generator expression.
+    # Before Python 3.12, a list comprehension has its own frame, like a generator expression.
     frames = 1 + (sys.version_info < (3, 12))
     assert str(house.watch(top, tmp_path, comprehensions=True)) == f"{4 + frames} / {3 + frames} / 2"
 
@@ -184,7 +184,7 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
-MOST_LINES = 60  # The limit applies to each function without its docstring.
+MOST_LINES = 60  # Docstrings do not count toward this limit.
 
 
 def test_functions_are_short(house: ModuleType) -> None:
@@ -203,9 +203,9 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
-    """With four shards, the owner sends three quarters of the matrix and every other rank one quarter. With two
-    replicas of two shards, the owner and its neighbour each send one half to each other and one half to the other
-    replica, which sends nothing."""
+    """With four shards, the owner sends three quarters of the matrix and every other rank one quarter, so the owner
+    sends twice the mean. With two replicas of two shards, two ranks send one half to each other and one half to the
+    other replica, which sends nothing. Each of the two ranks sends twice the mean."""
     from shardmuon.layout.mesh import Shard
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0

@@ -1,4 +1,4 @@
-"""Tests of those rules in CONTRIBUTING.md that can be checked by a script."""
+"""Tests of those rules in CONTRIBUTING.md that a script can check."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-SMALL = 0.1  # A literal below SMALL that bounds a measured number counts as a tolerance.
+SMALL = 0.1  # A literal below SMALL counts as a tolerance if it bounds a measured number from above.
 CLOSE = {"assert_close", "allclose", "isclose", "approx"}
 KEYWORDS = {"atol", "rtol"}
 
 
 def loose(source: str) -> Iterator[tuple[int, str]]:
-    """Line and source text of every tolerance in a module. A tolerance is a keyword such as atol, or a small literal
-    that bounds a measured number from above."""
+    """Yield the line and the source text of every tolerance in a module. A tolerance is a keyword such as atol, or a
+    small literal that bounds a measured number from above."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))

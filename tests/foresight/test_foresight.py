@@ -1,4 +1,4 @@
-"""Tests that plans computed without ranks equal the live job's exactly: matrices, bytes and collectives."""
+"""Tests that plans computed without ranks match real jobs exactly in the numbers of matrices, bytes and collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardmuon.testing.pool import get_pool
 
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
-    """The traffic is counted in the same steps that are compared with one process. Each of these steps has many
+    """The steps in which the traffic is counted are also compared with a single-process run. Each step has many
     buckets."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
@@ -39,14 +39,15 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)  # The sizes give rows of one and of two blocks of 8-bit momentum.
-# Buckets are measured in bytes of the wire dtype, which is bf16 for bf16 matmuls.
+# With these sizes, some rows have one block of 8-bit momentum and some have two.
+BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)
+# The size of a bucket is measured in bytes of the dtype that is sent, which is bf16 for bf16 matmuls.
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
 def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, sharded by torch's own functions as a user would."""
+    """Return the model, sharded by torch's own functions as in a user's script, and options of the optimizer."""
     torch.manual_seed(0)
     model: Any = build(config, "cpu")
     for p in model.parameters():

@@ -29,7 +29,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 
 
 def _model(**layers: Any) -> nn.Module:
-    """A model of an embedding with 800 elements, an attention weight with 64, and the given layers."""
+    """Return a model with an embedding of 800 elements, an attention weight of 64 elements, and the given layers."""
     model = nn.Module()
     model.embed = nn.Embedding(100, 8)
     model.layers = nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(8, 8, bias=False), **layers})])
@@ -98,9 +98,9 @@ def test_layers_are_told_from_their_experts() -> None:
 
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
-    """In DeepSeek-V3 each rank stores 4 experts of 3 matrices in each of 58 layers. At least 95 % of these matrices are
-    updated without communication, in at most 17 buckets instead of 348. The batches of a bucket have at most a 32nd
-    of the rank's momentum."""
+    """With this mesh, each rank of DeepSeek-V3 stores 4 experts of 3 matrices in each of 58 layers. At least 95 % of
+    these matrices are updated without communication, in at most 17 buckets instead of 348 smaller ones. The batches
+    of a bucket take at most a 32nd of the memory of the rank's momentum."""
     for c in count("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
@@ -111,8 +111,8 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
 
 
 def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
-    """DeepSpeed pads flat buffers to two elements per rank for NCCL, so 17 elements on four ranks become 24, six per
-    rank."""
+    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements become
+    24, six per rank."""
     (ranks,) = count(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
     assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)
 
@@ -122,13 +122,13 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "mesh", "seconds"),  # The column `seconds` is a goal. One core needed 1.1 and 7.3 seconds.
+    ("model", "mesh", "seconds"),  # The column `seconds` is a goal. Planning took 1.1 and 7.3 seconds on one core.
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:
     start = time.process_time()
     exact = count(model, mesh)
-    # The limit is twice the goal, as other jobs slow down the machine's caches.
+    # The limit is twice the goal, because other jobs on the machine compete for its caches.
     assert time.process_time() - start < 2 * seconds
     assert sum(c.count for c in exact.classes) == exact.world
     assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params

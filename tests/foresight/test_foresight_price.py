@@ -1,4 +1,5 @@
-"""Tests of the times that a plan predicts from its counts: tables, hardware files, and intervals."""
+"""Tests of the times that are predicted from the counts of a plan: tables of measurements, hardware files, and
+intervals."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """A batch padded with zeros takes the time of the full batch, and a small batch takes its launch latency."""
+    """A partly filled batch is padded with zeros and takes the time of a full batch. A tiny batch takes the launch
+    latency of its kernels."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
@@ -142,7 +144,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # The lower end of a time's interval uses the highest rate and the lowest latency.
+    # The lower end of a predicted time uses the highest rate and the lowest latency.
     unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
     unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
     unsure_machine = _but("", unsure)
@@ -166,7 +168,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    # Beyond the measured number of ranks, the slowdown grows in proportion.
+    # Beyond the largest measured number of ranks, the slowdown grows in proportion to the number.
     assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
@@ -206,7 +208,7 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     (rank,) = exact.classes
     exact = replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000)))
     found = Price.of(exact, machine).adamw
-    # AdamW reads p, g, m and v, and writes p, m and v, all in fp32.
+    # For each element, AdamW reads p, g, m and v, and writes p, m and v, all in fp32.
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
@@ -221,7 +223,8 @@ def _exactly(value: float) -> _Known:
 
 
 def _machine(certain: bool = False) -> Hardware:
-    """A machine with round numbers: 1e14 FLOP/s, 1e12 bytes/s of memory, 1e11 of links, 1e10 of NICs."""
+    """Return the hardware numbers of a machine with round values: 1e14 FLOP/s, and 1e12, 1e11 and 1e10 bytes/s for
+    memory, links and NICs."""
     share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {
         "memory_bytes": 8e10,
@@ -251,15 +254,16 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, _Known]) -> Hardware:
-    """The machine of `_machine` with some numbers replaced, and without those whose name includes the word
-    `without`."""
+    """Return the machine of `_machine` with some numbers replaced. Numbers whose name includes the word `without` are
+    left out."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Counts of four ranks that share eight matrices of rows x 4096 in two buckets, one matrix per rank and bucket."""
+    """Return the counts of four ranks that share eight matrices of rows x 4096 in two buckets, with one matrix per rank
+    and bucket."""
     size = rows * 4096
     moved = _Sent(inside=2 * size * 3 // 4, peers=3)
     sides = _Sides(gather=moved, scatter=moved)

@@ -1,4 +1,4 @@
-"""Tests whether published measurements are inside the predicted intervals."""
+"""Tests whether published measurements fall inside the predicted intervals."""
 
 from __future__ import annotations
 
