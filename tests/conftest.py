@@ -25,7 +25,8 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
 
-# Ranks use one thread, too. Some tests compare this process with the ranks bit for bit.
+# This process uses one thread, like the ranks, because some tests compare its results with those of the ranks bit for
+# bit.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
@@ -41,8 +42,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Only the ranks of these modules, and of tests with DeepSpeed pools, import a framework. All of these tests therefore
-# run in a separate process.
+# Only the ranks of tests in these modules and of tests with DeepSpeed pools import a framework. All of these tests
+# therefore run in a separate process.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -54,8 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
-    # The environment variable is not set yet. `__wrapped__` bypasses the cache, so that the result of this call is not
-    # cached.
+    # `__wrapped__` bypasses the cache, because the environment variable on which the result depends is not set yet.
     own = cpu_has_bf16_matmul.__wrapped__()
     if wanted != "own":
         os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
@@ -245,8 +245,8 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# All tests share these pools. `get_pool` starts a pool once and then returns it again, as long as few other sizes are
-# used.
+# All tests share these pools. `get_pool` starts a pool once and then reuses it, unless pools of several other sizes
+# have been used since.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: get_pool(num)) for num in (2, 3, 4, 8)
 )

@@ -33,12 +33,12 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# These operations make a tensor or a view without launching a kernel.
+# The operations in _FREE make a tensor or a view without launching a kernel.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # operations that accept tensors on different devices
-# Kernel launches are counted separately for each of these functions, which are the parts of a step.
+# Kernel launches are counted separately for each of the functions in _PHASES, which are the parts of a step.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
@@ -77,8 +77,8 @@ class OnDevice(Tensor):
         made.inner = inner
         return made
 
-    # Tensors are recognized as views of the same memory by the address of their storage, so `OnDevice` reports the
-    # storage of its inner tensor.
+    # Views of the same memory are recognized by the address of their storage, so `OnDevice` reports the storage of its
+    # inner tensor.
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
@@ -238,8 +238,8 @@ class CudaShape(TorchDispatchMode):
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")
         if name == "linalg_vector_norm" and not _where().startswith("auditing/"):
             x, dtype = tensors[0], kwargs.get("dtype") or tensors[0].dtype
-            # CUDA's norm kernel reads fp16 and bf16 and accumulates in fp32. For any other pair of an input dtype and a
-            # wider dtype, torch first makes a wider copy of the input.
+            # CUDA's norm kernel reads fp16 and bf16 and accumulates in fp32. Whenever the accumulation dtype is wider
+            # than the input dtype in another way, torch first makes a wider copy of the input.
             sums = dtype == x.dtype or (dtype, x.dtype.itemsize) == (torch.float32, 2)
             if not sums and x.dim() > 1 and min(x.shape[-2:]) > 1:
                 raise Refused(f"{func}: a copy of {x.dtype} {tuple(x.shape)} in {dtype}, at {_where()}")
@@ -277,7 +277,7 @@ class CudaShape(TorchDispatchMode):
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
             # The fake process group of torch refuses an all-to-all in which this rank sends nothing to some ranks, so
-            # an empty one is passed on.
+            # an empty all-to-all takes its place.
             nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])
         out = func(*inner_args, **inner_kwargs)

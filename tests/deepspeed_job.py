@@ -42,8 +42,9 @@ def as_it_is(function: Any = None, **options: Any) -> Any:
 
 @lru_cache
 def import_deepspeed() -> None:
-    """Import DeepSpeed without compiling its Muon, because loading torch's compilers takes 1.7 of the 2.4 seconds.
-    Imported objects are frozen, so that the garbage collection in every step of ZeRO stage 3 does not scan them."""
+    """Import DeepSpeed without compiling its Muon, because loading torch's compilers takes 1.7 of the 2.4 seconds of
+    the import. Imported objects are frozen, so that the garbage collection in every step of ZeRO stage 3 does not
+    scan them."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", as_it_is), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,8 +90,8 @@ MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
 # Each step orthogonalizes eight matrices, and the three heads of the parameter "heads".
 RUNS = 11
 # The first group has six trained matrices of different shapes. The matrix "row" is a single row, "e" is tied, and a
-# frozen matrix is between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny" has
-# fewer elements than there may be ranks.
+# frozen matrix comes between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny"
+# has fewer elements than there may be ranks.
 GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),

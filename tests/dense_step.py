@@ -35,7 +35,7 @@ SCALES = {
 
 
 def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return the flat indices of the elements of each matrix, as one array of the matrix's shape per matrix."""
+    """Return, for each matrix of a parameter, an array of the matrix's shape with the flat indices of its elements."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
     found = []
@@ -202,8 +202,8 @@ class _Param:
         if asked == "int8":
             made = encode(new, rows, old, self._bits("momentum"))
             self.state["momentum_buffer"], self.state["momentum_scale"] = made
-        # Where the momentum changed by less than the spacing of bf16, it is rounded stochastically, and elsewhere to
-        # nearest.
+        # The momentum is rounded stochastically where it changed by less than the spacing of bf16, and to nearest
+        # elsewhere.
         elif rounded:
             less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
             self.state["momentum_buffer"] = _round_by(new, torch.where(less, self._bits("momentum"), _NEAREST))

@@ -33,7 +33,7 @@ EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 
 STEPS = {8: 1, 3: 2, 2: 3, 4: 2}  # number of steps in comparisons with a single-process run, keyed by number of ranks
 
 # Layouts to compare, keyed by number of ranks. The layouts on 8 ranks use meshes of 2 x 2 x 2 and 4 x 2. On 3 ranks,
-# most sizes do not divide evenly.
+# most tensor sizes do not divide evenly.
 ROWS = {
     8: ("hsdp+tp", "fsdp2+tp", "mixed meshes", "megatron-fsdp hfsdp", "mcore buffers+tp"),
     # A third of the layouts is enough for 3 ranks, because test_golden.py runs all layouts on 3 ranks.

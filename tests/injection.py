@@ -25,8 +25,7 @@ from jobs import unlike
 import shardmuon
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
-# A satellite package shardmuon_x is installed beside shardmuon, so this is the common prefix of the paths of all
-# satellites.
+# Satellite packages shardmuon_x are installed beside shardmuon. SATELLITES is the common prefix of their paths.
 SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"
 
 # The functions in TRANSPORT carry the messages that report an exception to other ranks, so the tests raise no exception
@@ -165,7 +164,8 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         code = frame.f_code
         if not state["begun"]:
             state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
-        # The line number is compared first. `Place.of` hashes the code object, which would be slow for every call.
+        # The line number is compared first, because `Place.of` hashes the code object, which would be slow for every
+        # call.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
@@ -235,7 +235,7 @@ def check_all_raise(
     if not raised[0]:
         return False if told[victim][1] else None
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    # A call other than `step` may replace the exception by a ValueError that quotes it.
+    # Instead of the exception itself, calls other than `step` may raise a ValueError that quotes it.
     in_words = after != "step" and isinstance(error, Exception)
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
     named = MARK if error.args else "AssertionError"
@@ -244,8 +244,8 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather the two flags of every rank. The message starts with a number that no message of the package starts with,
-    so a rank that is in another collective is detected."""
+    """Gather the two flags of every rank. The gathered tensor starts with a number that no message of the package
+    starts with, so that a rank in a different collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -91,7 +91,7 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # Making a mesh is collective. A fault on one rank uses this mesh, so all ranks make it beforehand.
+    # Making a mesh is collective, so all ranks make the mesh that a fault uses on only one rank.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -256,7 +256,7 @@ def in_gradient(make: Callable[[Tensor], Tensor | None], of: Callable[[Job], Ten
             p.grad = torch.zeros_like(p)
             p.grad.data = made
         else:
-            # Otherwise torch refuses a gradient whose dtype differs from the parameter's dtype.
+            # By default, torch refuses a gradient whose dtype differs from the parameter's dtype.
             p.grad_dtype = None
             p.grad = made
 

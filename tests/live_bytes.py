@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of all storages made while the mode is active. `now` is the current number and
-    `peak` the largest one."""
+    """A mode that counts the bytes of all storages made while the mode is active. `now` is the current total, and
+    `peak` is its maximum."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

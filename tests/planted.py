@@ -53,7 +53,7 @@ def shapes_of(rows: int | None) -> Shapes:
 
 
 class Job:
-    """A small model in a layout. Its gradients are such that momentum, gradient and update differ."""
+    """A small model in a layout. Each step gets new random gradients, so that momentum, gradient and update differ."""
 
     def __init__(
         self, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **options: Any
@@ -203,8 +203,8 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp an update to 0.8 times the root mean square of an orthogonal matrix. The rows of the matrix are sharded
-    over two ranks, so `update` has half of them."""
+    """Clamp the elements of an update to 0.8 times the root mean square of an orthogonal matrix. The rows of the matrix
+    are sharded over two ranks, so `update` has half of the rows."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
@@ -315,7 +315,7 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which weights are multiplied by different factors than those that the stage computes."""
+    """Return a fault in which weights are multiplied by factors other than those that the stage computes."""
     return replaced(
         "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
     )
@@ -327,7 +327,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
     def products(tiles: Any, numbers: Any) -> None:
-        # In one process each tile is a whole matrix.
+        # In a single process, each tile is a full matrix.
         for weight in tiles:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
@@ -369,7 +369,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # findings when the rows of an update have wrong lengths
+_LENGTH = ("wrong_matrix",)  # This finding may be reported, too, when the rows of an update have wrong lengths.
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -498,7 +498,7 @@ FAULTS = {
         {"wide"},
         "ddp",
         "the momentum on rank(s) 1",
-        # The audit takes the momentum of rank 0 for all replicas, so the update looks wrong if rank 1 owns the matrix.
+        # The audit uses the momentum of rank 0 for all replicas, so the update looks wrong if rank 1 owns the matrix.
         also={"wrong_matrix", "update_differs"},
         exact=True,
     ),
@@ -560,8 +560,8 @@ FAULTS = {
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),
-        # The audit reports only matrices that rank 1 owns. The state of other matrices is sent by an owner whose state
-        # is right.
+        # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
+        # owner.
         {"kept_wrong"},
         # With fp32 matmuls, the error of the update is also large enough to be reported.
         also={"wrong_matrix"},
@@ -616,9 +616,9 @@ _SOUND: set[str] = set()  # models and options for which a correct second step h
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
-    """Audit a step with a fault. The step is the first one with `first`, and otherwise follows two correct steps. The
-    second correct step is audited, too, but only once for each model and options, because it is bitwise the same
-    every time."""
+    """Audit a step with a planted fault. With `first`, this is the first step, and otherwise it follows two correct
+    steps. The second correct step is audited, too, but only once for each model and options, because it is bitwise
+    the same every time."""
     fault = FAULTS[name]
     options = options | fault.options
     job = Job(fault.layout, fault.dtype, fault.shapes or shapes_of(rows), **options)
@@ -652,7 +652,7 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # A rank that owns only one of the four matrices cannot swap results, so not all four must be reported.
+        # A rank that owns only one of the four matrices cannot swap results, so the audit need not report all four.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def process_default(name: str) -> Iterator[None]:
-    """Set the default dtype to this dtype, or for "meta" the default device, and reset it on exit."""
+    """Set the default dtype to the dtype with this name, or for "meta" the default device, and reset it on exit."""
     if name == "meta":
         with torch.device("meta"):
             yield

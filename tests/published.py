@@ -21,7 +21,8 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Return the config of a decoder. The positional sizes are those in `_SIZES` and intermediate_size."""
+    """Return the config of a decoder. The positional arguments are the sizes in `_SIZES`, followed by
+    intermediate_size."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
@@ -32,7 +33,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of all numbers that round to this text."""
+    """Return the interval of all numbers that round to the number in this text, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures in millions, 400M and 800M, are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half

@@ -35,8 +35,8 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# On PAIRS, there is hardly any network between pairs of ranks, and on APART, between single ranks. Each replica
-# therefore orthogonalizes all matrices itself.
+# The network is extremely slow between pairs of ranks on PAIRS, and between single ranks on APART, so that each replica
+# orthogonalizes all matrices itself.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
 # Replicas share the orthogonalization unless working alone saves several latencies between nodes. With this latency,
 # working alone never saves enough.
@@ -210,7 +210,7 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # options of each parameter, as those of a parameter group
+    groups: Sequence[Mapping[str, Any]],  # one group of options for each parameter
     chooser: Chooser = _AUTO,
     policy: Policy = SMALL,
     *,

@@ -52,8 +52,8 @@ def _weights() -> list[nn.Parameter]:
 
 
 def _partition() -> Muon:
-    """Return an optimizer for a parameter that DeepSpeed's `zero.Init` has partitioned. No plan can be made, because
-    the parameter has no elements."""
+    """Return an optimizer for a parameter that DeepSpeed's `zero.Init` has partitioned. Such a parameter has no
+    elements, so no plan can be made."""
     param = nn.Parameter(torch.zeros(0))
     param.ds_shape = torch.Size((6, 4))  # type: ignore[attr-defined]
     return Muon([("layer.w", param)], lr=0.1)

@@ -240,7 +240,7 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], 
 
 # ---------------------------------------------------------------------------------------------- what is computed
 
-# Each value of adjust_lr_fn and the formula of its scale for a matrix with r rows and c columns.
+# Formulas for the scale of a matrix with r rows and c columns, keyed by the value of adjust_lr_fn.
 SCALES: dict[Any, Callable[[int, int], float]] = {
     **dict.fromkeys(("original", None), lambda r, c: math.sqrt(max(1.0, r / c))),
     "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),

@@ -62,7 +62,7 @@ def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
     """Assert that tensors, or lists and dicts of tensors, are bitwise equal and have equal dtypes and shapes. Signs of
     zeros and payloads of NaN count, too.
 
-    This is for results of the same arithmetic on different layouts, where no bit may differ.
+    Use this function for results of the same arithmetic on different layouts, where no bit may differ.
     """
     if isinstance(expected, Mapping):
         assert list(found) == list(expected), f"{what}: found {list(found)}, expected {list(expected)}"

@@ -1,5 +1,5 @@
 """One row for each variant with post-processing stages, with expected values that tests cannot derive from the stages.
-To add a variant, add such a row.
+A new variant needs a new row.
 
 The file has data only, because tests/golden/table.py also imports it in older revisions of the repository.
 """

@@ -123,7 +123,8 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Optimizer state of post-processing stages such as NorMuon stays fp32 even with fp64 weights."""
+    """Some cases have fp64 weights. The optimizer state of post-processing stages such as NorMuon stays fp32 in these
+    cases, too."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8

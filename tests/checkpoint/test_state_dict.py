@@ -30,7 +30,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def pair(dtype: torch.dtype = FP32, **options: Any) -> tuple[Muon, list[nn.Parameter]]:
-    """Return a small optimizer, and its Muon parameter w and AdamW parameter b."""
+    """Return a small optimizer and its parameters: w for Muon and b for AdamW."""
     w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
     groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
     return Muon(groups, lr=1e-3, **options), [w, b]

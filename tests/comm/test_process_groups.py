@@ -67,8 +67,9 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the default group is bound to a device, torch creates the new group with `ncclCommSplit`, which waits for all
-    ranks of the default group. The binding must therefore be removed in the meantime."""
-    bound = torch.device("cuda", 3)  # `init_process_group(device_id=...)` binds the default group to such a device.
+    ranks of the default group. The binding must therefore be removed while the new group is created."""
+    # `init_process_group(device_id=...)` binds the default group to a device in this way.
+    bound = torch.device("cuda", 3)
     world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []
 
     def new_group(ranks: list[int], **options: Any) -> str:

@@ -37,7 +37,8 @@ def holds_small(side: ast.expr) -> bool:
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:
-    apart = {"site", "stack", "zoo"}  # The environments of site, stack and zoo may lack the helper modules in tests/.
+    # The environments in which the tests of site, stack and zoo run may lack the helper modules of tests/.
+    apart = {"site", "stack", "zoo"}
     paths = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name not in apart]
     assert [f"{path}:{line}: {text}" for path in paths for line, text in loose(path.read_text())] == []
 

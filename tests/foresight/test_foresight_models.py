@@ -98,9 +98,9 @@ def test_layers_are_told_from_their_experts() -> None:
 
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
-    """With this mesh, each rank of DeepSeek-V3 stores 4 experts of 3 matrices in each of 58 layers. At least 95 % of
-    these matrices are updated without communication, in at most 17 buckets instead of 348 smaller ones. The batches
-    of a bucket take at most a 32nd of the memory of the rank's momentum."""
+    """With the mesh "shard=64 ep=8", each rank of DeepSeek-V3 stores 4 experts of 3 matrices in each of 58 layers. At
+    least 95 % of these matrices are updated without communication, in at most 17 buckets instead of 348 smaller
+    ones. The batches of a bucket take at most a 32nd of the memory of the rank's momentum."""
     for c in count("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)

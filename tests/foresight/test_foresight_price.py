@@ -144,7 +144,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # The lower end of a predicted time uses the highest rate and the lowest latency.
+    # The lower end of a predicted interval uses the highest rate and the lowest latency.
     unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
     unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
     unsure_machine = _but("", unsure)
