@@ -31,9 +31,10 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
 
-# Results in these modules depend on the default matmul dtype, so their tests are marked `numeric`, except for tests
-# marked `stated`, which fix the matmul dtype themselves. Single tests of other modules are also marked `numeric`. A
-# test needs no second run if it only compares two runs with the same matmul dtype bit for bit.
+# Results in these modules depend on the default matmul dtype, so their tests are marked `numeric`. The exceptions are
+# tests marked `stated`, which fix the matmul dtype themselves or have results that do not depend on it. Single tests of
+# other modules are also marked `numeric`. A test needs no second run if it only compares two runs with the same matmul
+# dtype bit for bit.
 NUMERIC = {
     "test_auto",
     "test_docs",

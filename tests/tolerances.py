@@ -15,7 +15,7 @@
     random errors of up to one rounding, and is compared with fp64. The tolerance is three times the largest error of a
     few copies, but at least three roundings of the result for each step. There is no wider reference for fp64, so its
     tolerance is scaled down from that of fp32. The Gram form loses more accuracy on some spectra, so its tolerance is
-    64 times as large, although `test_gram.py` limits its worst case to 8 times.
+    64 times as large. (`test_gram.py` limits the worst error of the Gram form to 8 times that of the standard form.)
 
 [Note: polar factors]
     An SVD routine returns the exact SVD of a slightly different matrix. The difference is a small multiple of u ||X||,
