@@ -90,8 +90,8 @@ def _stepped(case: Case) -> float:
                 mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
-        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, the update of a single
-        # row, whose norm is at least 0.68, moves it by at least 0.0136.
+        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, a matrix of a single row
+        # moves by at least 0.0136, because the norm of its update is at least 0.68.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
         assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
@@ -448,8 +448,8 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         ),
         # The audit raises between the updates of two parameter groups.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
-        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives or continue to train with the
-        # loaded state.
+        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives, or continue to train with
+        # the loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )
@@ -466,7 +466,9 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            if stage < 3:  # At stage 3, loading shards small parameters again, which needs all ranks.
+            # At stage 3, loading shards small parameters again, which needs all ranks, so rank 1 loads alone only below
+            # stage 3.
+            if stage < 3:
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
             assert re.match("ValueError.*parameter group", said_by(lambda: job.engine.optimizer.load_state_dict(every)))

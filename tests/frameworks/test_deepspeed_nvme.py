@@ -125,8 +125,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Train `before` steps on other data, load the checkpoint, and check that the next steps match those of the job
-    that saved it bitwise."""
+    """Train `before` steps on other data and load the checkpoint. The next steps must be bitwise identical to those of
+    the job that saved it."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)
@@ -199,7 +199,7 @@ QUARTER = MIB // 4  # Gradients with fewer elements than QUARTER are not swapped
         # A gradient below the minimum size is copied instead of swapped, so any address is allowed.
         ((37, QUARTER - 1), None),
         ((37, QUARTER), "p1"),
-        # The two small gradients fill half a page each, so the next gradient starts at a page.
+        # The two small gradients fill half a page each, so the next gradient starts at a page boundary.
         ((QUARTER, 512, 512, QUARTER), None),
     ],
 )

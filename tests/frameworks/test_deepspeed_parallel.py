@@ -106,7 +106,8 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """Check that one step matches the dense update from the same gradient bitwise, for every matrix.
+    """Check that one step gives each matrix a result that is bitwise identical to the dense update from the same
+    gradient.
 
     Args:
         given: Which of tp_group and partition_dim the user sets.

@@ -29,7 +29,7 @@ from shardmuon.testing import RankPool, get_pool
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]
 # The forward and backward passes have some 50 consecutive operations, each of which sums up to 128 terms (the tokens of
-# the batch). The factor 2 is because both compared gradients are rounded.
+# the batch). The factor 2 accounts for the rounding of both compared gradients.
 GRADIENTS = 2 * 50 * (roundoff(torch.float32) + sum_roundoff(torch.float32, 128))
 
 

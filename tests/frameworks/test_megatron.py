@@ -1,6 +1,6 @@
 """Tests of shardmuon inside Megatron-core (0.19) on CPUs, with Megatron's own GPT model, gradient buffers, wrappers,
 parallel layers and distributed optimizer, whose fp32 shards may split a matrix anywhere. The reference is shardmuon
-in a single process with full matrices and summed gradients, which are exact in any order."""
+in a single process, with full matrices and the sum of all ranks' gradients, which is exact in any order."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def _save(
 def _load(
     folder: pathlib.Path, kind: str, sizes: dict[str, int], distributed: bool, muon: dict[str, Any], wanted: list[Whole]
 ) -> None:
-    """Load a checkpoint into a fresh job. Its next step must match that of the uninterrupted job bitwise."""
+    """Load a checkpoint into a fresh job. Its next step must be bitwise identical to that of the uninterrupted job."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
         if muon:

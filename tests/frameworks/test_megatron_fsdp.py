@@ -232,7 +232,7 @@ class Job:
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
     """Train and check each step. Returns the names of the parameters of which this rank stores elements, and two rank
-    sets: those that shard the first unit's matrix and those that shard the mixer."""
+    sets: the ranks that share the first unit's matrix, and those that share the mixer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]

@@ -135,9 +135,9 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, so no gradient is missing
-ALONE = ("ddp", "fsdp2")  # layouts that differ from "single" even on one rank
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # number of rows for each layout, keyed by number of ranks
+FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, so no gradient is missing.
+ALONE = ("ddp", "fsdp2")  # The layouts in ALONE differ from "single" even on one rank.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, keyed by number of ranks.
 
 
 class Row(NamedTuple):
@@ -177,7 +177,7 @@ def rows_of(world: int) -> Iterator[Row]:
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's parts of full tensors. The first call for given shapes is collective.
 
-    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as by FSDP2; otherwise
+    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2; otherwise
     they are not sharded.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1

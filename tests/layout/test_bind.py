@@ -128,8 +128,8 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In 200 random cases, up to three grids are made of shuffled ranks. Every rank must find its whole grid from the
-    two groups that each rank belongs to."""
+    """In 200 random cases, shuffled ranks form up to three grids. Every rank must find its whole grid, although each
+    rank reports only the two groups that it is in."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}

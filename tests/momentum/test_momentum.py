@@ -57,7 +57,7 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    smallest = 2.0**-149  # the smallest subnormal fp32 number, which is the spacing of fp32 numbers near zero
+    smallest = 2.0**-149  # Near zero, the spacing of fp32 numbers is the smallest subnormal number.
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
@@ -76,7 +76,7 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
-    """The rounded values are on and between adjacent bf16 numbers, of both signs and near powers of two."""
+    """The values to round are on and between adjacent bf16 numbers, of both signs and near powers of two."""
     base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0], dtype=torch.float64)
     steps = torch.tensor([-2.3, -1.0, -0.999, -0.5, -0.01, 0.0, 0.001, 0.25, 1.0, 1.7], dtype=torch.float64)
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
@@ -142,13 +142,13 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
         # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias,
-        # and an error of at most one spacing (in bf16 2 u times the largest value, in int8 the spacing at the largest
+        # and an error of at most one spacing (in bf16, 2 u times the largest value; in int8, the spacing at the largest
         # value of a block). The errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2) independent
         # errors.
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
-        summed = 2 * 200 * roundoff(FP32)  # each step rounds one lerp in fp32
+        summed = 2 * 200 * roundoff(FP32)  # Each step rounds one lerp in fp32.
         assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed
 
 
@@ -165,8 +165,8 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
     found = sum(t.untyped_storage().nbytes() for p in params for t in optimizer.state[p].values())
     elements = sum(p.numel() for p in params)
     blocks = sum(p.shape[0] * -(-p.shape[1] // BLOCK) for p in params) if dtype == "int8" else 0
-    counts = len(params) if dtype in (BF16, "int8") else 0  # stochastic rounding needs a step count per parameter
-    assert found == size * elements + 4 * (blocks + counts)  # each block has one fp32 scale
+    counts = len(params) if dtype in (BF16, "int8") else 0  # Stochastic rounding needs a step count per parameter.
+    assert found == size * elements + 4 * (blocks + counts)  # Each block has one fp32 scale.
 
 
 # ---------------------------------------------------------------------------------------------------- layouts

@@ -66,7 +66,7 @@ def test_flops_are_those_that_torch_counts(
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),
         ("gram", KELLER, FP64, 512, 0.5, 3, 17),
-        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # in fp32, the Gram form has one restart, which begins from X
+        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32, the Gram form has one restart, which begins from X.
         ("gram", POLAR, FP32, 512, 0.5, 6, 14),
         # With fp16 and n/m above 7/3, the restart is local. It takes 3 m^2 n + 14 m^3 FLOPs, 6 m^3 for split matmuls,
         # and 2 m^3 to merge the Q factors.
@@ -152,8 +152,8 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     ("method", "says"),
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
-        ("torch", r"machines differ.*fp32_precision"),  # method "torch" uses the process-wide precision flags
-        # Unlike "torch", "standard" sets the precision flags itself, so the ranks do not differ.
+        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the process-wide precision flags.
+        # Unlike "torch", the method "standard" sets the precision flags itself, so no difference is reported.
         ("standard", r"^(?!.*machines differ)"),
     ],
 )

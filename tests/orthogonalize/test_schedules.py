@@ -75,7 +75,7 @@ def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     assert [schedule("polar_express", steps).fault for steps in range(4, 9)] == [None] * 5
 
 
-AOL = (  # T. Boissin (2025) designed this schedule for row-scaled input
+AOL = (  # T. Boissin (2025) designed this schedule for row-scaled input.
     (4.0098, -7.0585, 2.4635),
     (3.4585, -5.5479, 2.5959),
     (2.7573, -3.2939, 1.4254),

@@ -72,7 +72,7 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """Yield variants of a plan with up to 16 buckets, in either order. Their buckets are whole, or are split into parts
+    """Yield variants of a plan with up to 16 buckets, in either order. Each bucket is kept whole or split into parts
     with different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
@@ -159,8 +159,8 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The two estimates are compared for matrices that are communicated, without the vote and the constant costs of a
-    step."""
+    """The planner's estimate is compared with the printed one for communicated matrices only, without the vote and the
+    constant costs of a step."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
@@ -198,6 +198,7 @@ def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
 def test_each_replica_works_for_itself_where_that_is_cheaper_and_machines_are_alike(
     machine: Machine, unlike: bool, owners: int, told: str, world4: RankPool
 ) -> None:
-    """Replicas whose ranks are different machines must share results, because their own results would drift apart."""
+    """If the ranks are different machines, replicas must share results, because results that each replica computes for
+    itself would drift apart."""
     for found, text in world4.run(_replicas, machine, unlike):
         assert found == [owners] * len(SHAPES) and told in text

@@ -28,8 +28,8 @@ B = BucketTimes  # The fields are key, pack, gather, orthogonalize, scatter, app
         ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
         # A rank-local bucket (without an exchange) waits for no other rank.
         ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),
-        # Ranks that run the buckets in different orders wait for each other, so they end later than the 9 of equal
-        # orders.
+        # Ranks that run the buckets in different orders wait for each other, so they end later than at 9, the end time
+        # with equal orders.
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "cba")], 0, 0, 1.0, [11, 12]),
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "abc")], 0, 0, 1.0, [9, 9]),
     ],

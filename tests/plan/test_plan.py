@@ -109,7 +109,7 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     owners = [len({plan.items[n].owners for n in bucket.items}) for bucket in plan.buckets]
     assert owners == [min(ranks, 7 * 32)] * buckets
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
-    # Buckets must be in the order of cost, so that the cheapest is first or last.
+    # Buckets must be sorted by cost, in ascending or descending order.
     assert costs in (sorted(costs), sorted(costs, reverse=True))
 
 

@@ -27,8 +27,8 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-Sets = list[tuple[int, ...]]  # the rank sets that share one weight; a rank in no set has its own weight
-Family = dict[str, Sets]  # maps each weight to its rank sets; the last character of the weight's name is the layer
+Sets = list[tuple[int, ...]]  # The rank sets that share one weight. A rank in no set has its own weight.
+Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -230,7 +230,7 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # a single rank does not vote
+    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # A single rank does not vote.
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]
     said = []

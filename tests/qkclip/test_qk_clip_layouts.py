@@ -187,8 +187,8 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip in two steps with lr=0. Returns the names of the weights that differ from weights whose query and key rows
-    are scaled directly. The fp32 masters must not be rounded between the steps."""
+    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones, whose query and
+    key rows are scaled twice in fp32 without rounding in between."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0

@@ -24,7 +24,7 @@ TAU = 0.5
 
 
 class Job:
-    """A model of two attention layers with a linear layer between them that is not trained."""
+    """A model of two attention layers and, between them, a linear layer that is not trained."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
 
 @pytest.mark.parametrize("name", NO_STEP)
 def test_forwards_that_lead_to_no_step_clip_nothing(name: str, tmp_path: Path) -> None:
-    """The weights must match a job in which the extra forward passes did not happen, bitwise."""
+    """The weights must be bitwise identical to those of a job without the extra forward passes."""
     job, plain = Job(tmp_path / "file"), Job()
     for one in (job, plain):
         one.step(1)

@@ -102,7 +102,7 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 def shared(**modules: Any) -> nn.Module:
-    """Return modules that all share the first one's weight."""
+    """Return a ModuleDict whose modules all share the first module's weight."""
     first = next(iter(modules.values()))
     return nn.ModuleDict({name: but(module, weight=first.weight) for name, module in modules.items()})
 

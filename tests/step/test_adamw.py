@@ -68,8 +68,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # Loading a state dict of Muon removes the options that only torch.optim.AdamW has, such as amsgrad, so set them
-        # again.
+        # Loading a state dict of Muon removes the options that only torch.optim.AdamW has, such as amsgrad, so they are
+        # set again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))
@@ -132,7 +132,8 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Each function returns a copy of a tensor, most of them in another memory layout.
+# Each function returns a copy of a tensor. Except for torch.clone, the copies have other strides or an unaligned
+# address.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],

@@ -1,8 +1,8 @@
 """Tests that a fault on one rank raises an error on all ranks that share parameters with it, and leaves parameters and
 state unchanged.
 
-Each fault changes something on one rank before all ranks make the same call. Afterwards, the next step must match
-bitwise that of a twin job that never made the failed call.
+Each fault changes something on one rank before all ranks make the same call. Afterwards, the next step must be bitwise
+identical to that of a twin job that never made the failed call.
 """
 
 from __future__ import annotations
@@ -359,7 +359,8 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
             CALLS[call].call(job)
         except BaseException as refused:
             kind, text = type(refused).__name__, str(refused)
-            # Reading an AdamW group fills in its default options, so these options may differ.
+            # Reading an AdamW group fills in its default options, so these options may differ before and after the
+            # call.
             wrong = [f"refused: {key}" for key in unlike(before, job.held()) if not key.endswith(OF_ADAMW)]
         else:
             CALLS[call].call(twin)

@@ -1,5 +1,5 @@
-"""Tests that an exception on one rank, before the ranks have agreed on a call, promptly raises an error on all ranks
-that names its cause.
+"""Tests that an exception on one rank, before the ranks have agreed on a call, promptly raises an error on all ranks,
+and that every error names the cause.
 
 The functions in which to raise are found by tracing a successful call (see `injection.py`).
 """

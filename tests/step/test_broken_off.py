@@ -116,10 +116,10 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
 
 
 # In each case the rank fails in its second bucket. `_in_turns` takes the first and the last phase in which another rank
-# may notice the failure. The first is either the oldest exchange that the dead rank may have left half sent, or the
-# first exchange that another rank starts after the failure. The last is the wait for the first exchange that the dead
-# rank never started. In "relay", the rank dies when it has its own results but has not yet sent any of them on to the
-# other replica.
+# may notice the failure. The first phase is that of the oldest exchange that the dead rank may have left half sent, or
+# of the first exchange that another rank starts after the failure. The last phase is the wait for the first exchange
+# that the dead rank never started. In "relay", the rank dies when it has its own results but has not yet sent any of
+# them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),
@@ -209,7 +209,7 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        # With the optimizer state cleared, the step also reduces norms before the update.
+        # With the optimizer state cleared, the step also reduces the norms of weights before the update.
         job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)

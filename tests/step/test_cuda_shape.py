@@ -256,7 +256,7 @@ BUDGETS = {
     ("standard", 1): 375,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # "auto" picks "gram" only for shapes where it takes fewer FLOPs
+    ("auto", 8): 168,  # "auto" picks "gram" only for shapes where it takes fewer FLOPs.
     ("auto", 1): 747,
 }
 
@@ -278,8 +278,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # A bucket launches the weight decay, one addition for each of up to three scales, and the cast of bf16 results to
-    # fp32.
+    # The launches of a bucket are the weight decay, one addition for each of up to three scales, and the cast of bf16
+    # results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24

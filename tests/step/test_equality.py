@@ -131,8 +131,8 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `compare_with_dense` sets method="standard". With "auto", owners would be assigned by the cost of the methods
-        # it chooses.
+        # `compare_with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
+        # the chosen methods.
     )
     return found.traffic.bytes_sent
 

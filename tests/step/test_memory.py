@@ -63,9 +63,9 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
     # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # Two buckets are in flight and the work space has half their size, three bucket sizes in total. These count once
-    # for the matrices, and once for the data that is sent or received (four times with two replicas, which exchange
-    # data twice).
+    # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This much is
+    # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,
+    # which exchange data twice).
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)

@@ -275,8 +275,8 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """Rank 1 either rounds matmuls to another dtype or has a table of machine rates that favors more buckets. Both must
-    be refused at the first step, except that a difference in matmul dtype is harmless if the options fix the dtype."""
+    """Rank 1 either rounds matmuls to another dtype or has a table of machine rates that favors more buckets. The first
+    step must be refused, unless the options fix the matmul dtype and nothing else differs."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:

@@ -31,8 +31,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Passes(TorchDispatchMode):
-    """A counter of the operations, by name, that read or write a tensor of at least `size` elements. Views do not
-    count.
+    """Counts, by name, the operations that read or write a tensor of at least `size` elements. Views do not count.
 
     A foreach operation counts once for each large tensor in its first list.
     """

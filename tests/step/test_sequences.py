@@ -231,7 +231,7 @@ class Sequence:
         self.train(missing=True)
 
     def train_with_options_in_other_words(self) -> None:
-        """Step with the same options in other types on some ranks, such as an lr given as a tensor."""
+        """On some ranks, give the same options as other types, such as the lr as a tensor, and take a step."""
         before = [dict(group) for group in self.job.groups]
         if self._concerned():
             for group in self.job.groups:
@@ -289,7 +289,7 @@ class Sequence:
             assert check.report.ok, check.report.findings
 
     def save(self) -> None:
-        """Save to checkpoint files, which needs the same parameters on all ranks, or copy the state dicts."""
+        """Save to checkpoint files or copy the state dicts. Checkpoint files need the same parameters on all ranks."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":

@@ -128,7 +128,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # pytest turns warnings into errors, so a warning on this rank would fail the test.
+        # pytest turns warnings into errors, so this report must not warn.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())
@@ -150,8 +150,8 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Small rank sets are summed first. Parameters on different device types are summed separately, and parameters
-    without a stage that acts on weights are left out."""
+    """Weight norms are summed over small rank sets first. Parameters on different device types are summed separately,
+    and parameters without a stage that acts on weights are left out."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6, Chooser("auto", None))

@@ -103,7 +103,7 @@ def compare(case: str, layout: str, **places: Any) -> None:
     ("case", "layout"),
     in_both(
         in_turn(CASES, every=4) + in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)
-    ),  # flat shards split quantization blocks and are refused
+    ),  # Flat shards split quantization blocks and are refused.
 )
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
     compare(case, layout)
@@ -161,7 +161,8 @@ CUTS = {
 
 @pytest.mark.parametrize("layout", CUTS)
 def test_random_bits_belong_to_elements(layout: str) -> None:
-    """The random bits of a tile, and of slabs of the tile, must equal those of the same elements in the full matrix."""
+    """The random bits for stochastic rounding of a tile, and of slabs of the tile, must equal those of the same
+    elements in the full matrix."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue

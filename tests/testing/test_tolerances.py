@@ -93,7 +93,7 @@ def test_bits_are_compared_not_values() -> None:
 
 
 ONE = torch.ones(4)
-ABOVE = torch.nextafter(ONE, ONE + 1)  # one eps above 1, which is twice the unit roundoff
+ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE exceeds 1 by eps, which is twice the unit roundoff.
 # Each case gives the found value, the expected value, options, and the expected error text ("" for none).
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),
