@@ -143,8 +143,8 @@ def _machine_of_file(name: str) -> Machine:
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
-    """Machines come from hardware files, and among different ones the slowest counts. A machine without a file is
-    reported as unknown. Users can pass a machine of their own as an option."""
+    """Machines come from hardware files, and the slowest of several machines counts. A machine without a hardware file
+    is reported as unknown. Users can pass a machine of their own as an option."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")

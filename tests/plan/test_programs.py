@@ -98,9 +98,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """With 8 matrices on 2 x 2 ranks, a rank sends relayed results in one block and receives them in one block, whether
-    or not post-processing stages (NorMuon, ..) keep state. Otherwise, ranks exchange gradients and results only
-    within their replica."""
+    """Post-processing stages (NorMuon, ..) keep state for 8 matrices on 2 x 2 ranks. A rank must still send all results
+    that it relays in one block, and receive relayed results in one block. Gradients, and results without state, are
+    exchanged only within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -134,7 +134,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """48 layers on 8 ranks have two large matrices for each small one, and two large matrices fill a bucket."""
+    """48 layers on 8 ranks have two large matrices for each small one, and two large matrices fill a bucket. Within
+    each bucket, all owners must have equal work."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -232,7 +233,7 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
     """The last list of copies has five senders. Each sends rows of two matrices with 6 columns and of one matrix with 4
-    columns."""
+    columns, which must join into two copies."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))
