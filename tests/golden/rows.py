@@ -1,5 +1,4 @@
-"""Run the golden rows on N ranks with the source tree on PYTHONPATH, and write digests of all tensors that a step
-changes.
+"""Run the golden rows on N ranks with the tree on PYTHONPATH, and write digests of all tensors that a step changes.
 
     PYTHONPATH=TREE/src:tests python -m golden.rows --ranks 4 --out FILE [--only TEXT]
 
