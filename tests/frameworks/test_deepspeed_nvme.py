@@ -31,8 +31,8 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# The sub-groups are (a, b), (c, d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" has exactly 1 MiB, the
-# smallest size that is swapped. c, v, w and heads stay in memory. e is too small to be swapped by itself, but its
+# The sub-groups are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" has exactly 1 MiB,
+# the smallest size that is swapped. c, v, w and heads stay in memory. e is too small to be swapped by itself, but its
 # sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),

@@ -32,8 +32,8 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """Return, for each case, whether its placements are interpreted correctly. Cases on the same mesh share one module
-    and one call of `fully_shard`."""
+    """Return whether the placements of each case are interpreted correctly. Cases on the same mesh share one module and
+    one call of `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):
