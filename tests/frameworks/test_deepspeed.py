@@ -1,4 +1,4 @@
-"""Tests of the real DeepSpeed ZeRO package on CPUs: the update of whole matrices from flat partitions that split them
+"""Tests with the real DeepSpeed ZeRO package on CPUs: matrix updates from flat partitions that may split a matrix
 anywhere, refusals, checkpoints, audits, and faults on one rank. deepspeed_job.py defines the reference."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def two(deepspeed_pools: dict[int, RankPool]) -> RankPool:
     return deepspeed_pools[2]
 
 
-# Audits are tested with fp32 matmuls, whose rounding does not hide a planted fault.
+# Audits are tested with fp32 matmuls, because the rounding of bf16 matmuls could hide a planted fault.
 FP32: dict[str, Any] = {"ns_dtype": torch.float32}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -55,14 +55,14 @@ ROUND_ROBIN = {"round_robin_gradients": True}
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.03, "warmup_max_lr": 0.05}}}
 STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
-# Each row combines several DeepSpeed settings that do not affect each other, to save starts of DeepSpeed. Together the
-# rows have every setting that docs/deepspeed.md names.
+# Each case combines several DeepSpeed settings that do not affect each other, because starting DeepSpeed is slow.
+# Together, the cases cover every setting named in docs/deepspeed.md.
 CASES = [
     *((2, case) for case in STRADDLING),
     (4, Case(0, accumulate=2)),
     (3, Case(1, zero={"reduce_scatter": False, "parameter_alignment": True})),
     (4, Case(1, "gram", zero={**ROUND_ROBIN, **OFFLOAD, "parameter_alignment": True})),
-    # With fp32 gradient accumulation, DeepSpeed uses its BF16_Optimizer.
+    # bf16 weights with fp32 gradient accumulation make DeepSpeed use its BF16_Optimizer class.
     (3, Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2)),
     (2, Case(2, "gram", zero={**ROUND_ROBIN, "contiguous_gradients": False}, accumulate=2)),
     (3, Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True})),
@@ -90,8 +90,8 @@ def _stepped(case: Case) -> float:
                 mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
-        # The comparison is only meaningful if the reference has moved. An update with lr 0.02 of a single row, whose
-        # norm is at least 0.68, moves it by 0.0136.
+        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, a matrix of a single row
+        # moves by at least 0.0136, because the norm of its update is at least 0.68.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
         assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
@@ -102,8 +102,8 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """Check that a matrix is split over both ranks, that the plans list all matrices, and that DeepSpeed's own function
-    returns the momentum of the dense reference."""
+    """Check that a matrix is split over both ranks, that both ranks' plans are equal and list all matrices, and that
+    DeepSpeed's own function returns the momentum of the dense reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -120,8 +120,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """Each matrix is orthogonalized once in the job, but once per rank at stage 0, where ranks do not share the
-    work."""
+    """Each matrix is orthogonalized once in the whole job. At stage 0, where ranks do not share the work, it is
+    orthogonalized once on every rank."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -137,13 +137,13 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight by a new parameter with some of its rows, as AutoTP does."""
+    """Replace a layer's weight by a new parameter that has only some of its rows, as AutoTP does."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
 def _first_step(case: Case, change: Callable[[Any], object] | None, options: dict[str, Any]) -> str:
-    """The error that DeepSpeed's initialization or the first step raises, or "" if the step succeeds. After an error no
-    weight may have changed."""
+    """Return the error raised by DeepSpeed's initialization or by the first step, or "" if both succeed. A step that
+    raises must leave all weights unchanged."""
     try:
         with started(case, change=change, **options) as job:
             before, ran = job.weights(), job.optimizer.traffic.orthogonalized
@@ -183,8 +183,8 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
-    """Run four audited steps with a checkpoint after the second, then resume from it and compare the weights with those
-    of one process."""
+    """Run four audited steps with a checkpoint after the second. A job resumed from this checkpoint must end with the
+    same weights."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(4):
@@ -219,7 +219,7 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """The variant is NorMuon, whose second moment is in the checkpoint, too."""
+    """The test uses NorMuon, because its second moment must be in the checkpoint, too."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
 
 
@@ -232,8 +232,8 @@ Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def _save(case: Case, folder: str, variant: str | None) -> Saved:
-    """Train two steps, save a checkpoint, and convert it to a universal one; returns the dense model's weights and
-    state."""
+    """Train two steps, save a checkpoint, and convert it to DeepSpeed's universal format. Returns the dense model's
+    weights and state."""
     with started(case, variant=variant) as job:
         for number in range(2):
             job.step(number)
@@ -252,11 +252,11 @@ def _save(case: Case, folder: str, variant: str | None) -> Saved:
 
 
 def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
-    """Load a universal checkpoint and take two more steps, which must have the bits of the dense steps and each group's
-    own options and step counts."""
+    """Load a universal checkpoint and take two more steps. Weights and state must match the dense steps bitwise, and
+    each group must keep its own options and step counts."""
     with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
         if variant:
-            job.step(5)  # An extra step creates variant state that loading must discard.
+            job.step(5)  # This extra step creates variant state that loading must discard.
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
         job.step_dense(7)
         for name, (weight, state) in saved.items():
@@ -274,8 +274,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
 
 
-# On loading, DeepSpeed matches the checkpoint's parameter groups by their order, and stage 3 gives the first group's
-# options to all groups. The first group in TURNED is AdamW's.
+# On loading, DeepSpeed matches parameter groups by their order, and at stage 3 it gives the first group's options to
+# all groups. TURNED therefore begins with an AdamW group.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -301,8 +301,7 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect the findings of audits instead of raising them, so that a step continues with its other parameter
-    groups."""
+    """Collect audit findings instead of raising them, so that a step continues with its remaining parameter groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
         yield found
@@ -318,7 +317,7 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # For a matrix of two elements, a halved update can also match another fault.
+            # For a matrix of only two elements, a halved update may be reported as another kind of fault.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -344,8 +343,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """With `written`, change a weight of the model on one rank only, otherwise change it in the fp32 masters only. The
-    next step must raise until the user follows the advice in the error."""
+    """If `written`, change a weight of the model on one rank only. Otherwise, change the weight only in the fp32
+    masters. The next step must raise until the user follows the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
 
@@ -406,7 +405,7 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint that lacks a parameter group in rank 1's file, then restore the file."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group, then restore the file. Returns the error."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -430,7 +429,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
         assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
-        job.engine.optimizer.zero_grad()  # DeepSpeed still has the gradients of the refused step, so they are dropped.
+        job.engine.optimizer.zero_grad()  # DeepSpeed still has the gradients of the refused step, so drop them.
         job.step(1)
         job.check(MUON)
 
@@ -439,18 +438,18 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     ("stage", "options", "fail", "words"),
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
-        # If rank 1 fails while it updates AdamW's group, rank 0 has already started on Muon's next group and fails
-        # there as well.
+        # If rank 1 fails while it updates the AdamW group, rank 0 has already started on the next group, which is
+        # Muon's, and fails there as well.
         (
             1,
             {},
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit raises between two parameter groups.
+        # The audit raises between the updates of two parameter groups.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
-        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives or continue to train with the
-        # loaded state.
+        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives, or continue to train with
+        # the loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )
@@ -467,7 +466,9 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            if stage < 3:  # At stage 3, DeepSpeed shards small parameters again on loading, which needs all ranks.
+            # At stage 3, loading shards small parameters again, which needs all ranks, so rank 1 loads alone only below
+            # stage 3.
+            if stage < 3:
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
             assert re.match("ValueError.*parameter group", said_by(lambda: job.engine.optimizer.load_state_dict(every)))
@@ -479,7 +480,7 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
 def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
-    """`load_state_dict` of DeepSpeed's optimizer runs on one rank only, unlike `load_checkpoint`."""
+    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on one rank alone."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 
@@ -501,8 +502,8 @@ OF_ONE_RANK = [
 
 
 def _faults_on_one_rank(stage: int) -> None:
-    """Plant invalid options, momentum of a wrong shape, and an exception in every function on rank 1. All ranks must
-    raise before they change anything."""
+    """On rank 1, plant invalid options, then momentum of a wrong shape, then an exception in every function. All ranks
+    must raise before anything changes."""
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
@@ -513,7 +514,7 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            if host._num_stepped in (0, len(host._flats)):  # Emptying `_flats` has the effect of loading state.
+            if host._num_stepped in (0, len(host._flats)):  # Emptying `_flats` has the same effect as loading state.
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
 

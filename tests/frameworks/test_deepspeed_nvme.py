@@ -1,7 +1,7 @@
 """Tests of NVMe offload at ZeRO 3 with real swap files and the real DeepSpeed package.
 
-Tests that swap need DeepSpeed's async_io, which `make nvme` compiles in minutes. The other tests cover refusals and run
-everywhere.
+The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles within minutes. The other tests
+cover refusals and run everywhere.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# On two ranks the shard of "a" has exactly 1 MiB, the smallest size that is swapped. The sub-groups are a and b; c; d
-# and e; emb; v and w; heads. c, v, w and heads stay in memory. e is too small to be swapped by itself, but its
+# The sub-groups are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" has exactly 1 MiB,
+# the smallest size that is swapped. c, v, w and heads stay in memory. e is too small to be swapped by itself, but its
 # sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),
@@ -64,8 +64,8 @@ def nvme(
     groups: Groups = GROUPS,
     **options: Any,
 ) -> Case:
-    """A job with swap files in a folder; `offload` extends `offload_optimizer` and `zero` extends
-    `zero_optimization`."""
+    """Return a job with swap files in `folder`. `offload` extends DeepSpeed's `offload_optimizer` settings and `zero`
+    its `zero_optimization` settings."""
     device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
     settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
     return Case(3, zero=settings, shapes=shapes, groups=groups, **options)
@@ -125,8 +125,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Train `before` steps on other data, load the checkpoint, and check that the next steps have the bits of the saved
-    job."""
+    """Train `before` steps on other data and load the checkpoint. The next steps must be bitwise identical to those of
+    the job that saved it."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)
@@ -143,7 +143,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     with RankPool(2, timeout=200.0) as first:
         expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
     arguments = nvme(tmp_path / "other"), saved, expected
-    for before in (0, 2):  # After two steps, the optimizer has state before it loads the checkpoint.
+    for before in (0, 2):  # After two steps, the optimizer already has state when it loads the checkpoint.
         with RankPool(2, timeout=200.0) as fresh:
             fresh.run(_resume, *arguments, before)
             if before:
@@ -152,8 +152,8 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> None:
-    """Check that a step after DeepSpeed's own load is refused, and that a new job on the same swap folder can train and
-    save."""
+    """Check that a step after DeepSpeed's own `load_checkpoint` is refused, and that a new job in the same swap folder
+    can train and save."""
     with started(case) as job:
         job.engine.load_checkpoint(folder, tag="here")
         before = job.masters()
@@ -179,7 +179,8 @@ def _first_step(case: Case) -> str:
 
 @swaps
 def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) -> None:
-    """DeepSpeed would lose a swapped gradient that follows an unswapped one of a single element per rank."""
+    """The first parameter has a single element per rank and is not swapped, so the swapped gradient after it starts at
+    an unaligned address. DeepSpeed would lose this gradient."""
     shapes: Shapes = {"first": (2, 1), "large": (512, 1024)}
     for said in two.run(_first_step, nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])):
         assert ": large: " in said and "element 1 of its sub-group (byte 4)" in said
@@ -187,7 +188,7 @@ def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------ without swap files
 
-QUARTER = MIB // 4  # A gradient of fewer elements than QUARTER is not swapped.
+QUARTER = MIB // 4  # Gradients with fewer elements than QUARTER are not swapped.
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,11 @@ QUARTER = MIB // 4  # A gradient of fewer elements than QUARTER is not swapped.
     [
         ((QUARTER, QUARTER), None),
         ((QUARTER + 128, QUARTER), "p1"),
-        ((37, QUARTER - 1), None),  # A gradient below the minimum size is copied instead of swapped.
+        # A gradient below the minimum size is copied instead of swapped, so any address is allowed.
+        ((37, QUARTER - 1), None),
         ((37, QUARTER), "p1"),
-        ((QUARTER, 512, 512, QUARTER), None),  # Two gradients of half a page each keep the next one page-aligned.
+        # The two small gradients fill half a page each, so the next gradient starts at a page boundary.
+        ((QUARTER, 512, 512, QUARTER), None),
     ],
 )
 def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: str | None) -> None:

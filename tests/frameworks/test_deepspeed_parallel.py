@@ -1,7 +1,7 @@
-"""Tests of DeepSpeed's model parallelism: the stages of its pipeline engine, and the shards of AutoTP.
+"""Tests of DeepSpeed's model parallelism: pipeline stages and AutoTP shards.
 
-With momentum 0.5 the momentum buffer is exactly half the gradient that reached the optimizer, so tests read the
-gradient from it.
+With momentum 0.5, the momentum buffer after the first step is exactly half the gradient that reached the optimizer, so
+tests read the gradient from it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
-    """Check one step in a two-stage pipeline against the dense update. Returns the stage, the number of its matrices,
-    how many this rank orthogonalized, and the losses."""
+    """Check one step in a two-stage pipeline against the dense update. Returns the stage, its number of matrices, the
+    number of matrices orthogonalized on this rank, and the losses."""
     with quiet() as deepspeed:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(*sizes), nn.ReLU()) for sizes in SIZES]
@@ -62,7 +62,7 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         losses += [float(engine.train_batch(batches)) for _ in range(3)]
         stage = engine.grid.get_stage_id()
         engine.destroy()
-    # DeepSpeed keeps the pipeline topology in `mpu`, and later engines of these processes would use it.
+    # DeepSpeed keeps the pipeline topology in `mpu`. Reset it, because later engines in these processes would use it.
     importlib.import_module("deepspeed.utils.groups").mpu = None
     return stage, len(before), ran, losses
 
@@ -71,8 +71,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
 def test_every_stage_steps_its_matrices_as_one_process_would(
     deepspeed_pools: dict[int, RankPool], zero: int, dtype: str, runs: int
 ) -> None:
-    """There are two stages of two data-parallel ranks each. With ZeRO 0 both ranks of a stage orthogonalize all of its
-    matrices."""
+    """There are two pipeline stages of two data-parallel ranks each. With ZeRO 0, both ranks of a stage orthogonalize
+    all of its matrices."""
     found = deepspeed_pools[4].run(_in_stages, zero, dtype)
     ran = {(stage, num): sum(ran for at, _, ran, _ in found if at == stage) for stage, num, *_ in found}
     assert sorted((num, total) for (_, num), total in ran.items()) == [(1, runs), (2, 2 * runs)]
@@ -82,7 +82,7 @@ def test_every_stage_steps_its_matrices_as_one_process_would(
 
 # ------------------------------------------------------------------------------------------------- AutoTP
 
-# Each layer is named after its kind of tensor parallelism, and has the partition_dim of that kind.
+# CUTS maps each layer, named after its kind of tensor parallelism, to its partition_dim.
 CUTS = {"column": 0, "row": 1}
 PARTS = {
     "autotp_size": 2,
@@ -95,8 +95,8 @@ PARTS = {
 
 @contextmanager
 def _autotp() -> Iterator[None]:
-    """Reset DeepSpeed's AutoTP mode and process groups afterwards, as later engines in these processes would
-    use them."""
+    """Afterwards, reset DeepSpeed's AutoTP mode and process groups, because later engines in these processes would use
+    them."""
     with quiet():
         try:
             yield
@@ -106,7 +106,8 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """Check that one step gives each matrix the bits of the dense update from the same gradient.
+    """Check that one step gives each matrix a result that is bitwise identical to the dense update from the same
+    gradient.
 
     Args:
         given: Which of tp_group and partition_dim the user sets.

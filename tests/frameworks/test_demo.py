@@ -1,5 +1,5 @@
-"""Tests of the demo `examples/train.py`: equal training on every layout, its bitwise check against one process, the
-held-out files, and the command line."""
+"""Tests of the demo `examples/train.py`: equal training runs on every layout, the demo's bitwise check against a single
+process, the held-out files, and the command line."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from shardmuon.testing import RankPool, get_pool
 
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]
-# The forward and backward passes have some 50 consecutive operations, each a sum of up to 128 terms (the tokens of the
-# batch). The factor 2 is for the rounding of both sides.
+# The forward and backward passes have some 50 consecutive operations, each of which sums up to 128 terms (the tokens of
+# the batch). The factor 2 accounts for the rounding of both compared gradients.
 GRADIENTS = 2 * 50 * (roundoff(torch.float32) + sum_roundoff(torch.float32, 128))
 
 
@@ -42,8 +42,8 @@ def mesh_of(layout: str) -> DeviceMesh | None:
 
 
 def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
-    """The model after the backward pass of the first batch, and the loss of this rank's rows. The head gets nonzero
-    values, as a zero head would pass no gradient to the layers."""
+    """Return the model after the backward pass of the first batch, and the loss of this rank's rows. The head gets
+    nonzero weights, because a zero head would pass no gradient to the layers."""
     model = train.Model(TINY)
     model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
@@ -55,7 +55,7 @@ def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
 
 
 def batch_and_run(layout: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Full gradients and the loss of the first batch, and the report of a whole training."""
+    """Return the full gradients and the loss of the first batch, and the report of a complete training run."""
     mesh = mesh_of(layout)
     model, loss = cut_model(mesh)
     batch = {name.removeprefix("module."): train.whole(p.grad) for name, p in model.named_parameters()}
@@ -93,8 +93,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """The results of the demo's bitwise check (equal to one process, equal replicas) if the given ranks overwrite one
-    element of their part of a matrix after the step."""
+    """Return whether the demo's bitwise check finds the step equal to a single process, and whether it finds the
+    replicas equal, when the given ranks have overwritten one element of a matrix after the step."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Tests that digests, traffic and stored bytes of ZeRO jobs planned without ranks equal those of the live job."""
+"""Tests that the digests, traffic and stored bytes planned for ZeRO jobs without ranks equal those of the live jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardmuon.foresight.models import build
 from shardmuon.testing.frameworks import initialize
 from shardmuon.testing.pool import RankPool
 
-ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # The sizes of ODD need padding of the flat buffer on any number of ranks.
+ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # The sizes in ODD require padding of the flat buffer on any number of ranks.
 CONFIGS = {"dense": DENSE, "odd": ODD}
 STANDARD: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32}
 OPTIONS: dict[str, Any] = {**STANDARD, "bucket_bytes": 20_000}
@@ -29,7 +29,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Total bytes of the tensors' storages, where a shared storage counts once."""
+    """Return the total bytes of the tensors' storages, counting a shared storage once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 
@@ -67,7 +67,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
 
 
 def _is_zero(second: Tensor) -> bool:
-    """Whether the second moment is a single zero expanded to the full shape, as for Muon's matrices."""
+    """Return whether the second moment is a single zero expanded to the full shape, as it is for Muon's matrices."""
     return second.untyped_storage().nbytes() == second.element_size()
 
 

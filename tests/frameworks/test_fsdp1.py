@@ -1,4 +1,4 @@
-"""Tests of FSDP1: equality with one process, state dicts, gradient clipping, audits, and refusals."""
+"""Tests of FSDP1: equality with a single process, state dicts, gradient clipping, audits, and refusals."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str], bool]:
-    # On a CPU, FSDP1 with offloading adds the second gradient to the first, so only one step is taken.
+    # With CPU offloading, FSDP1 on a CPU adds the second step's gradient to the first, so only one step is compared.
     net, steps = tied(), 1 if how else 3
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
     model = wrapped(net, strategy, **how) if before else model
-    with (  # pin_memory and the stream need an accelerator, so they are replaced.
+    with (  # pin_memory and stream synchronization need an accelerator, so both are replaced.
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
@@ -59,7 +59,7 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
 
 
 @pytest.mark.parametrize(
-    # HYBRID_SHARD on four ranks has two replicas, which share the orthogonalizations.
+    # On four ranks, HYBRID_SHARD has two replicas, which share the orthogonalizations.
     ("world", "strategy", "before", "how"),
     [
         *((2, strategy, at % 2 == 0, {}) for at, strategy in enumerate(STRATEGIES)),
@@ -68,13 +68,13 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """The model has matrices, a tied embedding, norms, biases and a frozen unit, and the optimizer is created before or
-    after wrapping. Parameters must be routed as in the plain model."""
+    """The model has matrices, a tied embedding, norms, biases and a frozen unit. The optimizer is created either before
+    or after wrapping. Parameters must be routed as in the unwrapped model."""
     assert get_pool(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
 def _mixed() -> list[str]:
-    """FSDP1 computes gradients with bf16 weights, so the reference process is given the gradients of FSDP1."""
+    """FSDP1 computes gradients with bf16 weights, so the single-process reference is given FSDP1's gradients."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, plain = wrapped(tied(), mixed_precision=precision), tied()
     both = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
@@ -96,7 +96,7 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Check a step of four elements on three ranks, where the last rank's shard is padding only. Returns whether the
+    """Check a step of a 2 x 2 matrix on three ranks, where the last rank's shard is only padding. Returns whether the
     result is bitwise equal, and the number of elements on this rank."""
     found = compare_with_dense(
         "fsdp1",
@@ -127,7 +127,8 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
     for group in saved["optimizer"]["param_groups"] if lost else ():
-        # Some ranks store no element of the first matrix, and its state is removed from the checkpoint.
+        # Drop the post-processing state of the first matrix. Some ranks store no element of this matrix, but every rank
+        # must raise.
         group.get("kept_state", {}).pop("0", None)
     model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
@@ -156,7 +157,7 @@ def test_full_state_resumes_on_any_number_of_ranks_or_is_refused_where_it_lost_w
         assert_refused(
             world4, "lacks ['second_moment'], which variant='normuon' keeps", _resumed_full, strategy, file, True
         )
-    saved = torch.load(file, weights_only=True)  # The state is also loaded on one process without FSDP1.
+    saved = torch.load(file, weights_only=True)  # The same state must also load in a single process without FSDP1.
     model = tied()
     optimizer = Muon(model, **OPTIONS, **KEEPING)
     model.load_state_dict(saved["model"])
@@ -180,8 +181,8 @@ def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOpti
 
 
 def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
-    """Train two steps, load the state into a second optimizer by the given form, and train that one for two
-    more steps."""
+    """Train two steps, load the state into a second optimizer in the given form, and train that optimizer for two more
+    steps. Returns the names of the weights that differ from an uninterrupted run."""
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
     first, optimizer = job("FULL_SHARD", options, **placed)
     train(first, optimizer, range(2))
@@ -213,8 +214,8 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 
 def _net(kind: str) -> nn.Module:
-    """A small model whose row counts are divisible by 2 and 4, as torch itself cannot load other sizes into FSDP1. The
-    norm is stored on the first rank and the last bias on the last rank."""
+    """Return a small model whose row counts are divisible by 2 and 4, because torch itself cannot load other sizes into
+    FSDP1. The norm is stored on the first rank and the last bias on the last rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
@@ -285,8 +286,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """For each call, the gradient norm from torch on the plain model, the norm from shardmuon on the sharded model, and
-    FSDP1's norm after clipping."""
+    """Return three gradient norms for each call: torch's on the plain model, shardmuon's on the sharded model, and
+    FSDP1's after clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):
@@ -299,21 +300,21 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
 def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
-    """shardmuon's norm equals torch's on the plain model. After clipping the norm is max_norm * norm / (norm + 1e-6),
-    up to rounding."""
+    """shardmuon's norm must equal torch's on the plain model. After clipping, the norm is max_norm * norm / (norm +
+    1e-6), up to rounding."""
     for expected, ours, theirs in itertools.chain(*get_pool(world).run(_clipped, strategy)):
         assert abs(ours - expected) <= NORM_ROUNDOFF * expected
         left = 0.01 * expected / (expected + 1e-6)
         assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
 
 
-# Rounding error of a norm of 2,300 elements: both sides sum in fp32, and the square root halves the relative error of
-# each sum.
+# Bound on the rounding error of a norm of 2,300 elements. Both norms sum squares in fp32, and the square root halves
+# the relative error of each sum.
 NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
 
 
 def assert_refused(pool: RankPool, says: str, call: Callable[..., None], *args: Any, kind: str = "ValueError") -> None:
-    """Assert that the call raises an error of this kind and text on every rank."""
+    """Assert that every rank raises an error of the given kind whose message contains `says`."""
     for failure in pool.run_catching(call, *args):
         assert failure is not None and failure.type_name == kind and says in failure.message, failure
 
@@ -390,7 +391,7 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """Replace a parameter in the groups of rank 1, as frameworks that swap parameters do."""
+    """Put a flat parameter into the groups of rank 1, as frameworks that swap parameters do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
@@ -409,11 +410,13 @@ def _put_in_later(use_muon: bool) -> None:
 def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
-    """FSDP1's flat parameters are refused at construction, and also if they are put into one rank's groups later."""
+    """FSDP1's flat parameters are refused at construction, and also when they are put into the groups of one rank
+    later."""
     assert_refused(world2, says, call, case)
 
 
-# With PLANT_STRIDE=1 a fault is planted in every function, which takes a minute.
+# By default, a fault is planted in every 9th function. PLANT_STRIDE=1 plants one in every function, which takes a
+# minute.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))
 
 
@@ -428,7 +431,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # The second run covers calls whose results are cached.
+    for _ in range(2):  # In the second run, some results are cached.
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

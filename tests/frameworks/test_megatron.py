@@ -1,6 +1,6 @@
-"""Tests of shardmuon inside Megatron-core (0.19) on CPUs, with its own GPT model, gradient buffers, wrappers, parallel
-layers, and the distributed optimizer, whose fp32 shards split matrices anywhere. The reference is shardmuon on one
-process with the whole matrices and the gradients' sums, which are exact in any order."""
+"""Tests of shardmuon inside Megatron-core (0.19) on CPUs, with Megatron's own GPT model, gradient buffers, wrappers,
+parallel layers and distributed optimizer, whose fp32 shards may split a matrix anywhere. The reference is shardmuon
+in a single process, with full matrices and the sum of all ranks' gradients, which is exact in any order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Which sharding features the job has, from the shards that Megatron reports."""
+    """Return which sharding features the job has, judging by the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -97,13 +97,13 @@ def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
 
 STRIDES = {"self_attention.linear_proj": 1, "self_attention.linear_qkv": 1, "mlp.linear_fc1": 2, "mlp.linear_fc2": 1}
 STRADDLES = {"straddles", "cuts rows", "leaves out"}
-DENSE = [3 * 6]  # Each of q, k, v, proj, fc1 and fc2 is orthogonalized once per step in the job, not once per replica.
-BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices, and each of the six experts has fc1 and fc2.
+DENSE = [3 * 6]  # In each of 3 steps, the job orthogonalizes q, k, v, proj, fc1 and fc2 once, not once per replica.
+BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices. Each of the six experts has fc1 and fc2.
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
-    # Each row has the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the DDP
-    # options. Then come the expected number of orthogonalizations per optimizer, the sharding features, and the rank
-    # sets of the first rank.
+    # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
+    # DDP options. Then come the expected number of orthogonalizations per optimizer, the sharding features, and the
+    # rank sets in the first rank's plans.
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -137,7 +137,7 @@ def test_weights_and_main_weights_get_the_dense_update(
 
 
 def _scaled(distributed: bool) -> None:
-    """Train in fp16: two steps, a step that overflows on one rank and is skipped, and two more steps."""
+    """Train in fp16: two steps, then a step that overflows on one rank and must be skipped, then two more steps."""
     scaler = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 2, "hysteresis": 1}
     with megatron():
         made = job({}, torch.float16, distributed, config=scaler)
@@ -196,7 +196,8 @@ def _hardly_anything() -> list[nn.Module]:
 
 
 def _of_models(models: Callable[[], list[nn.Module]], muon: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Take two steps; returns the elements stored on this rank and the matrices orthogonalized on it, per optimizer."""
+    """Take two steps. Returns, per optimizer, the number of elements stored on this rank and the number of matrices
+    orthogonalized on it."""
     with megatron():
         made = Job(models=models(), muon=muon)
         for step in range(2):
@@ -255,7 +256,7 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """An override that matches on no stage, or that raises on one stage, is refused on all ranks."""
+    """An override is refused on all ranks if it matches no parameter on any stage, or if it raises on one stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -308,7 +309,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Pretend that TransformerEngine is installed or not; Megatron then stores the step count in another place."""
+    """Make Megatron believe that TransformerEngine is installed, or that it is not, which changes where Megatron stores
+    the step count."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -322,7 +324,7 @@ def _state(made: Job, kind: str, is_loading: bool) -> dict[str, Any]:
 
 
 def _write(made: Job, kind: str, path: pathlib.Path) -> None:
-    # Megatron's older checkpoint format has one file per model-parallel rank, and one of parameter state.
+    # Megatron's older checkpoint format has one file per model-parallel rank, and one file of parameter state.
     if kind == "torch":
         made.optimizer.save_parameter_state(str(path / "parameters"))
         torch.save(made.optimizer.state_dict(), path / f"torch{dist.get_rank()}")
@@ -332,14 +334,15 @@ def _write(made: Job, kind: str, path: pathlib.Path) -> None:
 
     (path / kind).mkdir(exist_ok=True)
     dist.barrier()
-    # Megatron keeps one write queue per process.
+    # Megatron would reuse one write queue for all saves in a process, so give each save a new queue.
     own = mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue)
     with own, _with_transformer_engine(kind == "fully_reshardable"):
         dist_checkpointing.save(_state(made, kind, False), str(path / kind))
 
 
 def _read(made: Job, kind: str, path: pathlib.Path) -> None:
-    if kind == "torch":  # After loading, the next step copies the fp32 main weights to the model.
+    # After loading, the next step copies the fp32 main weights to the model, so the model's weights need not be loaded.
+    if kind == "torch":
         made.optimizer.load_state_dict(torch.load(path / "torch0"))
         made.optimizer.load_parameter_state(str(path / "parameters"))
         return
@@ -357,7 +360,7 @@ Whole = dict[str, Tensor]
 def _save(
     folder: pathlib.Path, kinds: list[str], sizes: dict[str, int], distributed: bool, muon: dict[str, Any]
 ) -> Whole:
-    """Train two steps, write a checkpoint of every kind, train a third step, and return the whole weights."""
+    """Train two steps, write a checkpoint in every format, and train a third step. Returns the full weights."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon)
         for step in range(2):
@@ -371,7 +374,7 @@ def _save(
 def _load(
     folder: pathlib.Path, kind: str, sizes: dict[str, int], distributed: bool, muon: dict[str, Any], wanted: list[Whole]
 ) -> None:
-    """Load a checkpoint into a fresh job and check that its next step has the bits of the uninterrupted job."""
+    """Load a checkpoint into a fresh job. Its next step must be bitwise identical to that of the uninterrupted job."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
         if muon:
@@ -388,9 +391,9 @@ def _load(
 
 
 RESUMED: list[tuple[int, dict[str, int], bool, dict[str, Any], list[tuple[int, dict[str, int], list[str]]]]] = [
-    # Each row has the number of ranks and the parallel sizes of the job that saves, whether its optimizer is
-    # distributed, and Muon's options. Then, for each job that loads, come the number of ranks, the parallel sizes, and
-    # the kinds of checkpoints.
+    # Each case gives the number of ranks and the parallel sizes of the job that saves, whether its optimizer is
+    # distributed, and Muon's options. Then, for each job that loads, it gives the number of ranks, the parallel sizes,
+    # and the checkpoint formats.
     (2, {}, True, {}, [(2, {}, KINDS[:2]), (3, {}, KINDS[:2])]),
     (4, {}, True, VARIANT, [(2, {}, [KINDS[0], *KINDS[2:]]), (4, {}, KINDS[:1])]),
     (4, TP, True, {}, [(2, TP, KINDS[1:2]), (2, {}, KINDS[1:2])]),
@@ -440,7 +443,7 @@ def test_variant_state_that_rank_0_would_not_save_is_refused_on_all(
 
 
 def _begin_from_zeros(folder: pathlib.Path, kind: str) -> None:
-    """Follow the error message's advice to start the variant's state from zeros: take one step without the variant,
+    """Follow the error message's advice for starting the variant's state from zeros: take one step without the variant,
     then one with it."""
     with megatron():
         made = job({}, config=STILL, muon=VARIANT, seed=9)

@@ -1,8 +1,8 @@
 """Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and refused steps that must change
 nothing.
 
-The real megatron-fsdp package (0.6.1) builds the layouts, on CPUs with a stand-in for torch.cuda. The reference is
-shardmuon on one process with the full gradients.
+The real megatron-fsdp package (0.6.1) builds the layouts on CPUs, with a stand-in for torch.cuda. The reference is
+shardmuon in a single process with the full gradients.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A module whose parameters Megatron-FSDP gathers for its forward pass, with a loss that has the given
-    gradients."""
+    """A module whose parameters Megatron-FSDP gathers together. Its forward pass returns a loss whose gradients are the
+    given ones."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)
@@ -57,8 +57,8 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """Two units, an embedding, a mixer and a head. Megatron-FSDP recognizes experts by the name `kind` of the two
-    units."""
+    """Two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which Megatron-FSDP
+    recognizes experts."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -77,8 +77,7 @@ class Model(nn.Module):
 MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
 BLOCKS, EXPERTS, TENSOR_PARALLEL = "blocks", "experts", "tensor parallel"
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-# The values are partition_dim and partition_stride of a column-parallel, a row-parallel and a gated column-parallel
-# weight.
+# The values are partition_dim and partition_stride of column-parallel, row-parallel and gated column-parallel weights.
 CUTS = {
     "layer.blocks.0.up.weight": (0, 1),
     "layer.blocks.0.down.weight": (1, 1),
@@ -102,8 +101,8 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _wrapped(form: str, model: nn.Module) -> Any:
-    """Wrap the model. `form` is a ZeRO strategy, optionally after "hybrid" (outer replicas) or "hybrid shard", or one
-    of EXPERTS and TENSOR_PARALLEL."""
+    """Wrap the model. `form` is a ZeRO strategy, which may follow "hybrid" (outer replicas) or "hybrid shard", or it is
+    EXPERTS or TENSOR_PARALLEL."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split() if form not in (TENSOR_PARALLEL, EXPERTS) else ["optim_grads_params"]
@@ -125,15 +124,16 @@ def _wrapped(form: str, model: nn.Module) -> Any:
         fsdp_unit_modules=[Unit],
         zero_dp_strategy=strategy,
         device=torch.device("cpu"),
-        # calculate_per_token_loss sums gradients; averaging them would need a reduction that gloo does not have.
+        # With calculate_per_token_loss, gradients are summed. Averaging them would need a reduction that gloo does not
+        # support.
         calculate_per_token_loss=True,
         **options,
     )
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and the reference: the same model on one process, with this
-    rank's experts."""
+    """A model wrapped by Megatron-FSDP with its optimizer, and the reference: the same model in a single process, with
+    this rank's experts."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -172,7 +172,8 @@ class Job:
         return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
 
     def gradients(self, seed: int, source: int) -> dict[str, Tensor]:
-        """Full gradients of one data-parallel rank, in multiples of 1/8, so that sums are exact in any order."""
+        """Return the full gradients of one data-parallel rank, in multiples of 1/8, so that sums are exact in any
+        order."""
         named = enumerate(self.dense_model.named_parameters())
         return {name: drawn(p.shape, 1000 * seed + 100 * source + at) for at, (name, p) in named}
 
@@ -183,7 +184,7 @@ class Job:
         self.model.finish_grad_sync()
 
     def step(self, seed: int, missing: tuple[str, ...] = ()) -> None:
-        """Take a step of both optimizers, in which the parameters in `missing` have no gradient."""
+        """Step both optimizers. The parameters in `missing` have no gradient."""
         self.backward(seed)
         of_sources = {source: self.gradients(seed, source) for source in self.sources}
         params = self.params()
@@ -204,8 +205,8 @@ class Job:
         self.dense.step()
 
     def check(self) -> set[str]:
-        """Assert that this rank's weights and state have the bits of one process. Returns the names of the parameters
-        that it stores elements of."""
+        """Assert that this rank's weights and state match the single-process reference bitwise. Returns the names of
+        the parameters of which this rank stores elements."""
         params = self.params()
         for name, q in self.dense_model.named_parameters():
             p, kept = params[name], self.dense.state[q]
@@ -217,20 +218,21 @@ class Job:
         return {name for name, p in params.items() if p.to_local().numel()}
 
     def part(self, full: Tensor, name: str) -> Tensor:
-        """This rank's tensor-parallel part of a full tensor."""
+        """Return this rank's tensor-parallel part of a full tensor."""
         cut = self.cuts.get(name)
         return full if cut is None else tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
 
     def stored(self, full: Tensor, name: str) -> Tensor:
-        """This rank's shard of a full tensor: the slice given by megatron-fsdp of the tensor-parallel part."""
+        """Return this rank's shard of a full tensor: the slice of its tensor-parallel part that megatron-fsdp
+        stores."""
         part, p = self.part(full, name), self.params()[name]
         kept = getattr(p, "megatron_fsdp_slice", slice(0, None))  # megatron-fsdp sets no slice on unsharded parameters.
         return part.flatten()[kept.start : kept.stop].view(-1, *part.shape[1:])
 
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Train and check each step. Returns the names of the parameters that this rank stores elements of, and the ranks
-    that share a unit's matrix and the mixer."""
+    """Train and check each step. Returns the names of the parameters of which this rank stores elements, and two rank
+    sets: the ranks that share the first unit's matrix, and those that share the mixer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -241,7 +243,7 @@ def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int
         stored = job.check()
         meshes = [job.params()[name].device_mesh.mesh for name in (job.matrices[0], "ends.mixer.weight")]
         ranks = [tuple(mesh.flatten().tolist()) for mesh in meshes]
-        job.wrap()  # Wrapping again, as after loading, must keep existing state.
+        job.wrap()  # Wrapping the model again, as after loading, must keep existing state.
         job.check()
         job.step(30, ("ends.mixer.weight", "ends.mixer.bias"))
         ones = {name: torch.ones_like(p) for name, p in job.dense_model.named_parameters()}
@@ -272,8 +274,8 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """Covers parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with and
-    without a stride, and experts with a data-parallel group of their own."""
+    """The steps cover parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with
+    and without a stride, and experts with their own data-parallel group."""
     found = get_pool(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names
@@ -297,7 +299,7 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each row has a fault, the ranks (among those with a nonempty shard) that have the fault, and the expected error.
+# Each case gives a fault, the ranks that have it (among those with a nonempty shard), and the expected error.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),
@@ -322,7 +324,7 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """The error messages of all faults. No fault may change weights or state."""
+    """Return the error messages of all faults. No fault may change weights or state."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)

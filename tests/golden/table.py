@@ -1,8 +1,8 @@
 """The table of golden rows: combinations of layout, options, dtype and missing gradients, chosen with a fixed seed so
-that each option meets many layouts.
+that each option is combined with many layouts.
 
-The layouts come from the tree under test (`shardmuon.testing`), so two trees can only be compared if they build a
-layout alike.
+The layouts come from the source tree under test (`shardmuon.testing`), so two trees can only be compared if they build
+layouts alike.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Options:
 
     Attributes:
         muon: Keyword arguments of the constructor.
-        dtypes: The names in `DTYPES` that the options apply to; empty means all.
+        dtypes: The names in `DTYPES` for which the options are tested; empty means all.
         lr_tensor: Whether the learning rate is a tensor.
-        without: Names of parameters that these options do not support.
+        without: Names of parameters that do not support these options.
     """
 
     muon: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtypes of weights and of matmuls (None: the method's default)."""
+    """Dtype of weights, and dtype of matmuls (None: the method's default)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -128,20 +128,20 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# For each step, the slice of the parameters that have no gradient.
+# Each value maps a step to the slice of parameters without a gradient. The other steps have all gradients.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-FSDP1 = "fsdp1"  # FSDP1 gets its gradients from its own backward pass, so no gradient is missing.
+FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, so no gradient is missing.
 ALONE = ("ddp", "fsdp2")  # The layouts in ALONE differ from "single" even on one rank.
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, by world size.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, keyed by number of ranks.
 
 
 class Row(NamedTuple):
-    """One comparison. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
+    """One golden row. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
 
     layout: str
     options: str
@@ -154,14 +154,14 @@ class Row(NamedTuple):
 
 
 def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
-    """Repeat the names forever, shuffled anew each time."""
+    """Yield the names forever, shuffled anew in each round."""
     pack = list(names)
     while True:
         yield from draw.sample(pack, len(pack))
 
 
 def rows_of(world: int) -> Iterator[Row]:
-    """The rows for a world size, without duplicates."""
+    """Yield the golden rows for a number of ranks, without duplicates."""
     draw = random.Random(world)
     options, missing = dealt(OPTIONS, draw), dealt(MISSING, draw)
     if world == 1:
@@ -175,10 +175,10 @@ def rows_of(world: int) -> Iterator[Row]:
 
 
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of full tensors; collective at the first call for given shapes.
+    """Return this rank's parts of full tensors. The first call for given shapes is collective.
 
-    Layouts define no placement for vectors, so vectors are sharded as by FSDP2 if the matrices are DTensors, and are
-    whole otherwise.
+    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2; otherwise
+    they are not sharded.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     case, vectors = LAYOUTS[layout], {name: t for name, t in full.items() if t.ndim == 1}

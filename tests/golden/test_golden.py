@@ -1,4 +1,4 @@
-"""Tests that every row of `make golden` has the bits of one process on every layout."""
+"""Tests that every row of `make golden` matches a single-process run bitwise on every layout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardmuon.testing import get_pool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
-# For each layout, use a row with an option that no earlier layout has. All layouts run on 3 ranks, where sizes do not
-# divide evenly; test_equality.py runs all of them on 4 ranks and every second one on 2. 8-bit momentum is left out, as
-# some layouts split its blocks; test_momentum.py covers it.
+# For each layout, use a row with an option that no earlier layout has used. All layouts run on 3 ranks, where sizes do
+# not divide evenly. test_equality.py runs all of them on 4 ranks and every second one on 2. Momentum in int8 is left
+# out because some layouts split its quantization blocks; test_momentum.py covers it.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}
 
@@ -37,7 +37,7 @@ ROWS = _dealt()
 
 
 def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights, momentum and AdamW moments on this rank that differ from those of one process."""
+    """Return the names of weights, momentum and AdamW moments on this rank that differ from a single-process run."""
     numbers = {name: torch.arange(math.prod(p.shape), dtype=torch.float64).view(p.shape) for name, p in PARAMS.items()}
     elements = {name: local_if_any(t).long() for name, t in placed(row.layout, numbers).items()}
     wrong = []
@@ -52,8 +52,8 @@ def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(("world", "row"), ROWS, ids=str)
 def test_every_layout_has_the_bits_of_one_process(world: int, row: Row) -> None:
-    """The state of post-processing stages (NorMuon, ..) is sharded differently and is compared in
-    test_variants_layouts.py."""
+    """State of post-processing stages (NorMuon, ..) is not compared, because it is sharded differently from the
+    weights. test_variants_layouts.py compares it."""
     whole = rows.run(row._replace(layout="single"))
     assert get_pool(world).run(_differing, row, whole) == [[]] * world
 

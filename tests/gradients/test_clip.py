@@ -1,5 +1,5 @@
-"""Tests of gradient clipping: the norm over all parameters and ranks has the bits of one process on each rank, or each
-rank raises an error."""
+"""Tests of gradient clipping: on each rank, the norm over all parameters and ranks matches a single-process run
+bitwise, or each rank raises an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
 
 # --------------------------------------------------------------------------------------------------- every layout
 
-# AdamW updates the vectors; some have fewer elements than there are ranks.
+# AdamW updates these vectors. Some have fewer elements than there are ranks.
 VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}
 
 
@@ -55,7 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Gradients, their norm, and the clipped gradients of one process, which are the reference for every layout."""
+    """Return gradients, their norm, and the clipped gradients in a single process, as the reference for every
+    layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -70,7 +71,8 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """Differences from one process in the norm or in a clipped gradient, described for each dtype and norm order."""
+    """Compare norms and clipped gradients with a single-process run. Returns a message for each dtype and norm order
+    that differs."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():
@@ -93,7 +95,8 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     sorted((4 if len(case.mesh(4)) > 1 or at % 2 else 3, name) for at, (name, case) in enumerate(LAYOUTS.items())),
 )
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    """Every layout is tested with order 2; every other layout also in bf16, and the rest with another order."""
+    """Every layout is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the others
+    with a second norm order."""
     at = list(LAYOUTS).index(layout)
     orders = (2.0, ORDERS[1 + at // 2 % (len(ORDERS) - 1)])
     runs = {torch.float32: orders[:1], torch.bfloat16: orders[:1]} if at % 2 else {torch.float32: orders}
@@ -118,7 +121,8 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
-        # shardmuon rounds norm + 1e-6, the quotient, the product and its cast. torch rounds a cast.
+        # shardmuon rounds norm + 1e-6, the quotient, the product and the cast to the gradient's dtype. torch only
+        # rounds the cast.
         assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
@@ -167,11 +171,12 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # The sum is rounded when both values are scaled and squared, added, and scaled back after the square root.
+    # Roundings occur when both values are scaled and squared, when the squares are added, and when the square root is
+    # scaled back.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # The norm is a rounded root of an exact sum, and sqrt(2) is rounded as well.
+    # The norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
@@ -188,7 +193,7 @@ def _unused(full: Tensor, mesh: Any) -> nn.Parameter:
 
 
 def _uneven(part: Tensor, mesh: Any) -> nn.Parameter:
-    """A row shard of a (6, 3) tensor that may have any number of rows."""
+    """Return a row shard of a (6, 3) tensor. The shard may have any number of rows."""
     cut = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
     return _param(cut, cut)
 
@@ -202,7 +207,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """One rank's call of clip_grad_norm_: the parameters, and the expected norm or error."""
+    """One rank's call of clip_grad_norm_: the parameters, the expected norm or error, and further arguments."""
 
     source: Any
     wanted: float | str
@@ -211,7 +216,7 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Sharded tensors on a 2 x 2 mesh of four ranks."""
+    """Parameters with gradients on the four ranks of a 2 x 2 mesh, from which jobs are made."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -234,8 +239,8 @@ class Data:
         return Muon([{"params": [("first", self.all_of if first is None else first)]}, others], lr=1e-3, **options)
 
     def chain(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters on the groups (0, 1), (1, 2) and (2, 3). Ranks 1 and 2, which are in two groups, can detect that
-        no group contains all of them."""
+        """Return parameters on the process groups (0, 1), (1, 2) and (2, 3). Ranks 1 and 2 are in two groups each, so
+        they can detect that no group contains all ranks."""
         pairs = [(at, dist.new_group([at, at + 1])) for at in range(3)]
         meshes = [(at, DeviceMesh.from_group(g, "cpu")) for at, g in pairs if self.rank in (at, at + 1)]
         return [(f"pair {at}", _sharded(self.columns[at], mesh, Shard(0))) for at, mesh in meshes]
@@ -394,12 +399,12 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# The changes that a rank makes in one call. With the first two changes, the call must still succeed.
+# The changes that some ranks make to a call. With the first two, the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """Repeat calls in which one or two ranks change their arguments, while the other ranks use what they cached for
+    """Repeat calls in which one or two ranks change their arguments while the other ranks use cached descriptions of
     their parameters."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
@@ -410,7 +415,8 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):  # The ranks that share a tensor never all change.
+        # At least one of the ranks that share a tensor keeps its arguments.
+        if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
             param.grad, order = bad.get(change, param.grad), -1.0 if change == "norm_type" else 2.0
@@ -430,8 +436,8 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Norms of pairs of tensors: the first tensor is always the same, and the second alternates between sharded and
-    plain."""
+    """Return the norms of several pairs of tensors. The first tensor is always the same, and the second is sharded,
+    plain, and sharded again."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
@@ -443,7 +449,7 @@ def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool
 
 
 def _gone() -> bool:
-    """Whether tensors and the objects cached for them are freed after clipping."""
+    """Return whether tensors and the objects cached for them are freed after clipping."""
     params = [_sharded(normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)
     bound = _BOUND[params[0]]
@@ -463,7 +469,8 @@ def test_what_is_kept_of_parameters_ends_with_them(world3: RankPool) -> None:
 
 
 def _events(num_params: int) -> dict[str, int]:
-    """How often each torch operator runs in the second clipping of `num_params` DTensors."""
+    """Clip the gradients of `num_params` DTensors twice, and return how often each torch operator runs in the second
+    call."""
     mesh = mesh_of((dist.get_world_size(),))
     params = [_sharded(torch.ones(8, 16), mesh, Shard(0)) for _ in range(num_params)]
     optimizer = Muon([{"params": [(f"w{i}", p) for i, p in enumerate(params)]}], lr=1e-3)
@@ -477,5 +484,5 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # `_local_scalar_dense` waits for the device.
+        # Each `_local_scalar_dense` waits for the device, so its number must not grow with the number of gradients.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

@@ -1,4 +1,4 @@
-"""Tests of `bind`, which exchanges the ranks' descriptions of their parameters: the resulting layouts must name exactly
+"""Tests of `bind`, which exchanges the ranks' descriptions of their parameters: the resulting layouts must list exactly
 the elements that each rank stores."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
 
 
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
-    """Names of the parameters whose layout differs from what this rank stores, and the digests of all layouts that span
-    the world."""
+    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of all
+    layouts that span all ranks."""
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
     listed = _listed(parameters(case.build(full, case.mesh(world))), case.options(world))
@@ -93,15 +93,15 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-# In OF_STORED, one mesh axis shards the experts, and no axis shards anything else.
+# In the layouts of OF_STORED, one mesh axis shards the experts, and no axis shards any other dim.
 OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")
 ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 
 
 @pytest.mark.parametrize("layout", [*OF_STORED, "hsdp", "two dims", "one dim twice", *ON_NO_MESH])
 def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world4: RankPool) -> None:
-    """Per-expert state is in the order of the experts. Where no mesh axis shards the experts, a rank has the state of
-    all experts."""
+    """Per-expert state must be in the order of the experts. Where no mesh axis shards the experts, each rank has the
+    state of all experts."""
     for found in world4.run(_kept, layout):
         for experts, told, stored_here in found:
             if layout in ON_NO_MESH:
@@ -111,7 +111,7 @@ def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world
 
 
 def _read(placement: Placement) -> int:
-    """The number of tensors whose fingerprint `bind` computes on this rank."""
+    """Return the number of tensors on this rank for which `bind` computes a fingerprint."""
     local = torch.empty(2, 6, device="meta")
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []
@@ -122,13 +122,14 @@ def _read(placement: Placement) -> int:
 
 
 def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
-    """A tensor without replicas may still be on the meta device, and takes seconds to read if it is offloaded."""
+    """Only tensors with replicas need a fingerprint. Reading the others may be impossible (on the meta device) or take
+    seconds (when offloaded)."""
     assert [world4.run(_read, how) for how in (Shard(0), Replicate())] == [[1, 1, 0, 0], [2, 2, 1, 1]]
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """200 random cases of up to three grids of shuffled ranks: from each rank's two groups, every rank must find its
-    whole grid."""
+    """In 200 random cases, shuffled ranks form up to three grids. Every rank must find its whole grid, although each
+    rank reports only the two groups that it is in."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
@@ -153,7 +154,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # Each entry of `known` is a pair (tp_group, process_group) of ranks 0, 1, ..
+    ("known", "message"),  # `known` has a pair (tp_group, process_group) for each of the ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

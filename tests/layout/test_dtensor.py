@@ -1,4 +1,5 @@
-"""Tests that DTensor placements are read as exactly the elements that torch's FSDP2 and tensor parallelism store."""
+"""Tests that DTensor placements are interpreted as exactly the elements that torch's FSDP2 and tensor parallelism
+store."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
 def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
-    """Whether the placements are read as exactly the elements that this rank stores."""
+    """Return whether the placements are interpreted as exactly the elements that this rank stores."""
     assert isinstance(param, DTensor)
     mesh, ranks = mesh_key(param.device_mesh)
     storage, place = engine_of(param).storage(param), ranks.index(dist.get_rank())
@@ -31,7 +32,8 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """Whether each case is read correctly; cases of the same mesh share one module and one call of `fully_shard`."""
+    """Return whether the placements of each case are interpreted correctly. Cases on the same mesh share one module and
+    one call of `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):
@@ -45,8 +47,8 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 
-# The cases have every number of rows up to more than the number of ranks. FSDP shards rows, and TP shards rows or
-# columns. As rows and columns are sharded independently, the number of columns varies along with the rows.
+# The number of rows goes from 1 to more than the number of ranks. FSDP shards rows, and TP shards rows or columns. Rows
+# and columns are sharded independently, so one loop varies both numbers.
 ROWS: list[Case] = [
     ((rows, 3 if tp_dim == 0 else 2 + rows % 8), mesh, tp_dim)
     for mesh in ((4, 2), (2, 4), (8, 1), (1, 8))
@@ -61,8 +63,8 @@ def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
-    """On the second rank the shard of a single row is empty, and its empty gradient has another shape, as some
-    frameworks leave it."""
+    """Step a matrix of a single row on two ranks. The second rank's shard is empty, and its empty gradient has another
+    shape, as some frameworks leave it."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     param = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)], src_data_rank=None))
     full = torch.arange(6.0).view(1, 6)

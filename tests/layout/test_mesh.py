@@ -1,6 +1,6 @@
 """Tests that the part of a tensor stored by each rank of a mesh equals `torch.chunk` applied to indices.
 
-Sharding of two dims and by several axes is compared with torch's own storage in test_dtensor.py.
+test_dtensor.py compares sharding of two dims and by several axes with torch's own storage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardmuon.layout.views import Ints
 
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
-    """The indices of one part if each of `before` equal shards is chunked into `num_parts`. `chunk` may return fewer
-    parts than asked for."""
+    """Return the indices in part number `part` if each of `before` equal shards is chunked into `num_parts` parts.
+    `chunk` may return fewer parts than asked for."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -30,10 +30,10 @@ def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> 
 @given(st.data())
 @settings(max_examples=300)
 def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
-    """One to four axes shard a dim in any order, as `fully_shard` does within tensor-parallel shards. The split factor
-    of an axis counts the shards made before it by axes that come later in the mesh, and by a gathered axis."""
+    """One to four axes shard a dim in any order, as when `fully_shard` shards tensor-parallel shards. The split factor
+    of an axis is the number of shards made before it by axes that come later in the mesh, or by a gathered axis."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    order = data.draw(st.permutations(range(len(mesh))))  # The permutation lists axes in the order in which they shard.
+    order = data.draw(st.permutations(range(len(mesh))))  # `order` lists the axes in the order in which they shard.
     gathered = data.draw(st.integers(1, 3))
     size = data.draw(st.integers(1, 40))
     placements = []
@@ -52,7 +52,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
-    """The layout that DTensorEngine derives from local shards of the shapes `found`."""
+    """Return the layout that DTensorEngine derives from local shards of the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, mesh, tuple(extents), placements), extents, ())
 
@@ -63,8 +63,8 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """One refused case is 13 rows on 3 x 2 ranks as placed by torch's own distribute_tensor, which shards from left to
-    right and ignores the split factor."""
+    """One of the refused cases shards 13 rows over 3 x 2 ranks as torch's own distribute_tensor does, which shards from
+    left to right and ignores the split factor."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

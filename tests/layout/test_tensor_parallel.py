@@ -1,5 +1,5 @@
-"""Tests of plain tensor-parallel shards: the update equals that of the whole matrix, each matrix is orthogonalized
-once, and inconsistent shards are refused."""
+"""Tests of plain tensor-parallel shards: the update equals that of the full matrix, each matrix is orthogonalized once,
+and inconsistent shards are refused."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     return param
 
 
-# The type of functions that return this rank's shard of a full tensor, with its tensor-parallel attributes.
+# A function that returns this rank's shard of a full tensor, with its tensor-parallel attributes.
 Shard = Callable[[Tensor], nn.Parameter]
 
 
 def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, Any]]], **given: Any) -> Muon:
-    """Step this rank's shards in one optimizer and the full tensors in another, and assert equal bits.
+    """Step this rank's shards in one optimizer and the full tensors in another, and assert that the results are bitwise
+    identical.
 
     Args:
-        shards: For each name the full shape, the function that shards it, and its parameter group's options.
+        shards: For each name, the full shape, the function that shards it, and its parameter group's options.
         given: Options of the optimizer of the shards.
 
     Returns:
@@ -79,7 +80,7 @@ UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5, 0), (1, 2, 3, 1
 
 
 def _cut_in_every_way() -> None:
-    """Test Megatron's strided shards, and shards of any size that only set partition_dim."""
+    """Test Megatron's strided shards, and shards of arbitrary sizes whose only attribute is partition_dim."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
@@ -103,9 +104,9 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 
 
 def _experts() -> list[int]:
-    """Step dense weights with a tensor-parallel size of 4, and experts with expert-tensor-parallel size 2 and two
-    replicas. The experts' groups are given as ranks, since a torch group would sort them. Returns the number of
-    ranks of each layout."""
+    """Step dense weights with tensor-parallel size 4, and experts with expert-tensor-parallel size 2 and two replicas.
+    The experts' groups are given as tuples of ranks, because a torch process group would sort the ranks. Returns the
+    number of ranks in each layout."""
     rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)
@@ -207,14 +208,14 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-FLAT = {  # The keys are expected errors, the values are the first element and the size of each rank's range.
+FLAT = {  # FLAT maps an expected error to the first element and the size of each rank's range.
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],
     "offset (12,) and size (14,) is out of bounds of 24 elements": [(0, 12), (12, 14), (24, 0), (24, 0)],
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# Each case has a function of the rank and the expected error texts. The function returns the parameters, further
+# Each case gives a function of the rank and the expected error texts. The function returns the parameters, further
 # options of their parameter group, and the optimizer's process groups.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (
@@ -269,7 +270,7 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
 
 
 def _refused(case: str) -> str:
-    """The error text of this rank; the step must neither hang nor change a weight."""
+    """Return this rank's error. The refused step must not hang and must not change any weight."""
     params, group, groups = REFUSED[case][0](dist.get_rank())
     for p in params:
         p.grad = torch.ones_like(p)
@@ -291,7 +292,9 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 
 
 def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
-    """Train a Megatron-like model for which the optimizer is given the module instead of a list of parameters."""
+    """Train a model with Megatron-like tensor-parallel layers, whose optimizer is given the module instead of a list of
+    parameters. Returns the routed shape and optimizer of each parameter, the global shape of the last weight, and
+    whether a plan was made."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):
         layer.weight = _mark(layer.weight.detach(), dim)

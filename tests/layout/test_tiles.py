@@ -1,5 +1,5 @@
-"""Tests of views, pieces and tiles with random partitions of random tensors, read as matrices in every
-supported way."""
+"""Tests of views, pieces and tiles, with random partitions of random tensors under all supported interpretations as
+matrices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardmuon.layout.views import matrix_view
 
 
 def storage_of(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
-    """A storage with the given piece after a gap and its dims in the given memory order, and the position of the piece
-    in it."""
+    """Return a storage that contains `piece` after a gap, with its dims in memory order `order`, and the position of
+    the piece in the storage."""
     held = Held(piece, (gap,) * (1 if isinstance(piece, FlatRange) else whole.dim()))
     storage = stored([held], whole)
     if isinstance(piece, FlatRange):
@@ -64,8 +64,8 @@ LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
         ({0: [Box((0, 0), (2, 3))], 1: [Box((3, 0), (2, 3))]}, r"leave a gap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (3, 3))]}, r"overlap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
-        # The sizes add up to the whole, but one element is stored twice and another never, which a check of the sum
-        # alone would miss.
+        # The sizes add up to the full size, but one row is stored twice and another not at all. A check of the sum
+        # alone would miss this.
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
         (
             {0: [FlatRange(0, 7)], 1: [FlatRange(8, 15)]},
@@ -138,7 +138,8 @@ def test_layout_digest_tells_layouts_apart() -> None:
 
 
 def test_turns_of_single_columns_are_one_tile() -> None:
-    """A fused weight whose 2,880 gate and up columns alternate becomes two strided views per rank, not 5,760 slices."""
+    """A fused weight whose 2,880 gate and up columns alternate must become two strided views per rank, not 5,760 slices
+    of single columns."""
     view = matrix_view((2, 8, 5760), view="stack", split_sizes=(1, 1), split_groups=2880, transposed=True)
     layout = layout_of(view, {rank: [Box((rank, 0, 0), (1, 8, 5760))] for rank in range(2)})
     assert [{rank: len(t) for rank, t in by_rank.items()} for by_rank in layout.tiles] == [{0: 1}] * 2 + [{1: 1}] * 2

@@ -1,5 +1,5 @@
-"""Tests of stored momentum and stochastic rounding: memory, rounding errors, absence of bias, and equal bits on every
-layout and after resuming."""
+"""Tests of stored momentum and stochastic rounding: memory, rounding errors, absence of bias, and bitwise identical
+results on every layout and after resuming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardmuon.testing.pool import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-# Layouts shard 511 columns over 2 or 4 ranks at multiples of 128, and leave the last block incomplete.
+# On 2 or 4 ranks, layouts shard 511 columns at multiples of 128, so the last quantization block is incomplete.
 BLOCKED: dict[str, ParamCase] = {
     "square": ParamCase((64, 512), "whole blocks"),
     "odd": ParamCase((33, 511), "nothing divides; the last block has 127 columns"),
@@ -57,11 +57,11 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    smallest = 2.0**-149  # The smallest subnormal fp32 number is the spacing near zero.
+    smallest = 2.0**-149  # Near zero, the spacing of fp32 numbers is the smallest subnormal number.
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
-    # Momentum that changed little is rounded stochastically, so the random bits matter.
+    # Momentum that has changed little is rounded stochastically, so the random bits must affect the result.
     assert not torch.equal(*(encode(x, 1, x, bits)[0] for bits in by_bits))
     assert all(torch.equal(encode(x, 1, x - per_value.float(), bits)[0], codes) for bits in by_bits)
     assert torch.equal(encode(found, 1)[0], codes) or kind == "subnormal"
@@ -76,7 +76,7 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
-    """The values are on and between adjacent bf16 numbers, of both signs and near powers of two."""
+    """The values to round are on and between adjacent bf16 numbers, of both signs and near powers of two."""
     base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0], dtype=torch.float64)
     steps = torch.tensor([-2.3, -1.0, -0.999, -0.5, -0.01, 0.0, 0.001, 0.25, 1.0, 1.7], dtype=torch.float64)
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
@@ -88,8 +88,8 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
-    assert bool((gap > 0).all())  # Each value must have been rounded both up and down.
-    # The lower and the upper result of a value must be adjacent bf16 numbers.
+    assert bool((gap > 0).all())  # Each value must sometimes be rounded down and sometimes up.
+    # The two results of a value must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
     sigma = gap * (p * (1 - p) / num).sqrt()
@@ -115,7 +115,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # A chi-squared test with 63 degrees of freedom, at 4 sigma.
+    # This is a chi-squared test with 63 degrees of freedom, at 4 sigma.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
@@ -129,8 +129,8 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(BF16, 1e-5, 0.006), ("int8", 1e-3, 0.02)])
 def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, high: float) -> None:
-    # In bf16, rounding to nearest would stop 4% to 8% short of the gradient, as soon as each step is smaller than half
-    # the spacing.
+    # With rounding to nearest, bf16 momentum would stop 4% to 8% short of the gradient, as soon as each change is
+    # smaller than half the spacing of bf16 numbers.
     w = nn.Parameter(torch.zeros(64, 256))
     optimizer = Muon([w], lr=0.0, ns_steps=1, momentum_dtype=dtype)
     w.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 256)
@@ -141,9 +141,10 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
-        # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias
-        # and an error of at most one spacing (2 u times the largest value; in int8, relative to the block's largest
-        # value), and 1 / (1 - 0.95^2) such errors add up.
+        # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias,
+        # and an error of at most one spacing (in bf16, 2 u times the largest value; in int8, the spacing at the largest
+        # value of a block). The errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2) independent
+        # errors.
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
@@ -172,7 +173,7 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
 
 
 INT8, ROUNDED = ({"momentum_dtype": dtype, "stochastic_rounding": True} for dtype in ("int8", BF16))
-# The Megatron-core layouts split blocks, so 8-bit momentum is refused.
+# The Megatron-core layouts split quantization blocks, so int8 momentum is refused there.
 CUT_ANYWHERE = [name for name in LAYOUTS if name.startswith("mcore")]
 STORED = [
     *((name, "blocked", INT8) for name in LAYOUTS if name not in CUT_ANYWHERE),
@@ -218,7 +219,7 @@ def test_a_cut_block_is_refused_when_the_plan_is_made(layout: str, shape: Any, f
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
-    # torch.distributed.checkpoint expects the scales to be sharded like any tensor of their shape.
+    # torch.distributed.checkpoint expects quantization scales to be sharded like any other tensor of their shape.
     accepted = 0
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):
         shape = (4, cols)
@@ -254,8 +255,8 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 
 
 def _unnamed() -> str:
-    """If one rank listed a replicated parameter at another position, its copy would be rounded with other
-    random bits."""
+    """Rank 1 lists a replicated parameter at another position than rank 0, so its copy would be rounded with other
+    random bits. Every rank must raise."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "process_group": (), "tp_group": ()}, {"params": [nn.Parameter(shared)]}]
@@ -268,8 +269,8 @@ def _unnamed() -> str:
 
 
 def _other_count() -> str:
-    """Rank 1 has lost its state, so it would round its replica with the random bits of step 1, and the other ranks with
-    those of step 3."""
+    """Rank 1 has lost its state. It would round its replica with the random bits of step 1, while the other ranks use
+    those of step 3, so every rank must raise."""
     whole = {"w": torch.ones(6, 8, dtype=BF16)}
     w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
     w = nn.Parameter(w)

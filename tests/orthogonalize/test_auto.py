@@ -1,5 +1,5 @@
-"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and printed in the plan, and of
-precision flags, wire dtypes and non-finite results."""
+"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and printed in the plan, and
+tests of precision flags, wire dtypes and non-finite results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "share"),
     [
         *((name, form, 96, n, 1.0) for name, form, n in SMALL),
-        # On a CPU, symmetric products of large matrices compute ten of sixteen tiles.
+        # On a CPU, symmetric matmuls of large matrices compute only ten of sixteen tiles.
         *(("keller", form, m, n, 0.625) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -52,7 +52,7 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = sum(flops(method, m, n, coefficients, dtype, share))
-    if method == "gram" and dtype == FP16:  # In emulated fp16, a restart computes full products instead of split ones.
+    if method == "gram" and dtype == FP16:  # In emulated fp16, a restart computes full matmuls instead of split ones.
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
         # Row blocks may have unequal sizes, so the FLOPs estimate is not exact.
@@ -61,15 +61,15 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "share", "with_n", "small"),
-    [  # `with_n` counts multiples of m^2 n and `small` those of m^3, for m = 128. No restart is needed in fp64.
+    [  # `with_n` counts multiples of m^2 n, and `small` multiples of m^3, for m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 1.0, 20, 10),
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),
         ("gram", KELLER, FP64, 512, 0.5, 3, 17),
-        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32 the Gram form has one restart, which begins from X.
+        ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32, the Gram form has one restart, which begins from X.
         ("gram", POLAR, FP32, 512, 0.5, 6, 14),
-        # With fp16 and n/m above 7/3 the restart is local: 3 m^2 n + 14 m^3, split products 6 m^3, and 2 m^3 to merge
-        # the Q factors.
+        # With fp16 and n/m above 7/3, the restart is local. FLOPs: 3 m^2 n + 14 m^3, plus 6 m^3 for split matmuls and 2
+        # m^3 to merge the Q factors.
         ("gram", POLAR, FP16, 512, 0.5, 3, 22),
         ("gram", POLAR, FP16, 128, 0.5, 6, 14),
     ],
@@ -132,8 +132,8 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """Step one matrix on two ranks, of which the second reports another machine ("auto") or sets another precision
-    flag. Returns the plan's text, and whether the weight was left unchanged."""
+    """Step one matrix on two ranks. The second rank reports another machine if the method is "auto", and otherwise sets
+    another precision flag. Returns the plan's text, and whether the weight was left unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()
@@ -152,8 +152,8 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     ("method", "says"),
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
-        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the precision flags of the process.
-        # Unlike "torch", the method "standard" sets the precision flags itself.
+        ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the process-wide precision flags.
+        # Unlike "torch", the method "standard" sets the precision flags itself, so no difference is reported.
         ("standard", r"^(?!.*machines differ)"),
     ],
 )
@@ -169,7 +169,8 @@ def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str,
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix whose gradient is already non-finite stays non-finite, and no warning names it."""
+    """If the fast method returns non-finite values for a finite gradient, the result is replaced by zeros with a
+    warning. If the gradient itself is non-finite, the result stays non-finite without a warning."""
     x, watch, real = normal(4, 8, 40), FiniteWatch(), ITERATIONS["gram"]
     x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")
@@ -190,7 +191,7 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Restarts keep rounding noise in the null space from overflowing, so that no fallback is needed."""
+    """Restarts keep rounding noise in the null space from overflowing, so no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
     values = torch.linalg.svdvals(found.double())
@@ -209,7 +210,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# torch 2.11 raises this warning in its own code.
+# torch 2.11 itself causes this deprecation warning.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo
@@ -233,7 +234,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # Each row has the method, the matmul dtype and the wire dtype.
+WIRES = [  # Each case gives the method, the matmul dtype and the wire dtype.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),

@@ -1,5 +1,5 @@
-"""Tests of each schedule's distance to the polar factor on five spectra, and of the rounding error that each method and
-dtype adds."""
+"""Tests of each schedule's distance from the polar factor on five spectra, and of the rounding error that each method
+and dtype adds."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def _where(spectra: Sequence[tuple[str, int, int]]) -> pytest.MarkDecorator:
 
 @lru_cache
 def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One of the spectra in fp32, and its singular value decomposition in fp64."""
+    """Return a matrix with one of the spectra in fp32, and the singular value decomposition of this matrix in fp64."""
     x = spectrum(*SPECTRA_AND_RANK_1[at]).float()
     return x, *torch.linalg.svd(x.double(), full_matrices=False)
 
 
 @lru_cache
 def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
-    """One of SPECTRA in fp64, its polar factor, and an error bound of that factor."""
+    """Return a matrix with one of SPECTRA in fp64, its polar factor, and a bound on the error of the computed polar
+    factor."""
     x = spectrum(*SPECTRA[at])
     return x, polar_factor(x), polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)
 
@@ -54,17 +55,18 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
     assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
-# The Gram form in bf16 is refused, see test_gram.py.
+# The Gram form in bf16 is missing because it is refused, see test_gram.py.
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{steps}" for name, steps in CASES])
 @_where(SPECTRA_AND_RANK_1)
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
-    """Rounding errors are largest in the null space of matrices of low rank, whose noise is orthogonalized, too. A
-    single singular value is 1 after normalization and must keep its sign, which some published schedules flip.
+    """Rounding errors are largest in the null space of low-rank matrices, where noise is orthogonalized as well. In a
+    rank-1 matrix, the only singular value is 1 after normalization, and it must keep its sign, which some published
+    schedules flip.
 
-    Each case runs two combinations of method and dtype, so that every combination meets every spectrum and every
+    Each case runs two combinations of method and dtype, so that every combination runs on every spectrum and every
     schedule at least twice.
     """
     chosen = schedule(*list(CASES)[number])

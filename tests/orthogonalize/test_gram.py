@@ -1,4 +1,4 @@
-"""Tests that Newton-Schulz on the Gram matrix equals the standard form within rounding, and that symmetric products
+"""Tests that Newton-Schulz on the Gram matrix equals the standard form within rounding, and that symmetric matmuls
 equal full ones."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: in
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Polar Express, fp16 and n = 4 m, local and full restarts both stay within the error bound of one restart,
-    and the local one needs less memory."""
+    """With Polar Express, fp16 and n = 4 m, both local and full restarts stay within the error bound for one restart,
+    and the local restart needs less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
@@ -57,7 +57,7 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num", [1, 3])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
     x = torch.randn(num, num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
-    square = (num, num_rows, num_rows)  # symmetric products have the size of the short side
+    square = (num, num_rows, num_rows)  # Results of symmetric matmuls have the size of the short side.
     products, of_one = (Products(shape, x.device, x.dtype) for shape in (square, square[1:]))
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])
@@ -66,7 +66,7 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     count = _row_blocks(num_rows, 130, torch.float64)
     assert (count > 1) == (num_rows > 192)
     last = num_rows * (count - 1) // count
-    # Blocks off the diagonal are copied from their transposes, not computed twice.
+    # Off-diagonal blocks are copied from their transposes, not computed twice.
     assert torch.equal(gram[:, :last, last:], gram[:, last:, :last].mT)
     poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=torch.empty_like(gram))
     sizes = 4.775 * gram.abs() + 2.0315 * gram.abs() @ gram.abs()
@@ -77,15 +77,16 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Compare the result with the expected matrix. Both computations round a product and a sum per term at most, two
-    scalings, and the sum of two matrices."""
+    """Compare two matrices. Each of the two computations rounds at most one product and one sum per term, two scalings,
+    and the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])  # A first step with slope 0 must not delay the restarts.
+# The first step of FLAT_FIRST has slope 0 at zero, which must not delay the restarts.
+FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 
@@ -98,8 +99,8 @@ def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (row
 
 @cache
 def low_and_full_ranks() -> list[torch.Tensor]:
-    """fp32 matrices over shapes, ranks from 1 to full, and spectra. Low ranks are the hardest cases, as their null
-    space amplifies rounding errors most."""
+    """Return fp32 matrices for combinations of shape, rank (from 1 to full) and spectrum. Low ranks are the hardest
+    cases, because rounding errors are amplified most in the null space."""
     return [
         of_rank(rank, *shape, kind)
         for shape in SHAPES
@@ -125,12 +126,13 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize(
     ("dtype", "beside", "factor"),
     [
-        # The Gram form may lose 3 bits against the standard form; without restarts it would lose more than 4.
+        # The Gram form may have errors up to 8 times (3 bits) larger than the standard form. Without restarts, they
+        # would be more than 16 times larger.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
-        # The Gram form in fp16 and the standard form in bf16 both have large errors on low ranks, where the null space
-        # is amplified rounding noise. "auto" may choose the Gram form in fp16 instead of the standard form in bf16, so
-        # the Gram form must not have the larger error.
+        # On low ranks, the Gram form in fp16 and the standard form in bf16 both have large errors, because rounding
+        # noise in the null space is amplified. "auto" may choose the Gram form in fp16 over the standard form in bf16,
+        # so the Gram form's error must not be larger.
         (torch.float16, torch.bfloat16, 1),
     ],
 )

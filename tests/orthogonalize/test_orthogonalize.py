@@ -1,4 +1,5 @@
-"""Tests of the orthogonalizers against torch's and against the polynomial of the singular values."""
+"""Tests of the orthogonalizers against torch's, and against the schedule's polynomial applied to the singular
+values."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon.orthogonalize import orthogonalize
 
-# The coefficients (15, -10, 3) / 8 are a Taylor series, which converges to 1.
+# The coefficients (15, -10, 3) / 8 come from a Taylor series, and the iteration converges to singular values of 1.
 CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8
 MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
 OTHER = (3.0, -3.2, 1.2)
@@ -27,7 +28,7 @@ METHODS = ("standard", "gram", "torch")
     ("shape", "dtype", "size", "coefficients"),
     [
         *((shape, dtype, 0.01, KELLER) for shape in SHAPES for dtype in (FP32, BF16, FP64)),
-        # Some norms are so small that torch clamps them.
+        # In some of these cases, the norm is so small that torch clamps it.
         *(((9, 20), FP32, size, (OTHER,) * steps) for size in (1.0, 1e-8, 1e-12) for steps in (1, 3, 9)),
     ],
     ids=str,
@@ -63,7 +64,7 @@ def test_singular_vectors_stay_and_values_go_through_the_polynomial(
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs without half-precision instructions, fp32 products are rounded at the points where the instructions would
+    """On CPUs without half-precision instructions, fp32 matmuls are used, with rounding where those instructions would
     round."""
     x = normal(24, 60)
     monkeypatch.setattr(importlib.import_module("shardmuon.orthogonalize"), "cpu_has_bf16_matmul", lambda: False)
@@ -89,7 +90,8 @@ def _batch(shape: tuple[int, int], dtype: torch.dtype = FP32, count: int = 4) ->
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
 @pytest.mark.parametrize("lay", ["contiguous", "transposed", "strided", "expanded"])
 def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> None:
-    """`.bfloat16()` of a bf16 tensor and `.float()` of an fp32 tensor return the tensor itself."""
+    """The input must not be written to, although casts such as `.bfloat16()` of a bf16 tensor return the tensor
+    itself."""
     x = _batch((6, 11), dtype)
     x = {
         "contiguous": x,
@@ -110,8 +112,8 @@ def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("power", [-110, -40, 40, 110])
 def test_powers_of_two_change_no_bit(power: int, dtype: torch.dtype, method: str) -> None:
-    """2 ** 110 is 1.3e33. Products of such large values overflow in fp32, and products of values near 2 ** -110
-    underflow."""
+    """2 ** 110 is 1.3e33. Without normalization, products of such large values would overflow in fp32, and products of
+    values near 2 ** -110 would underflow."""
     x = _batch((6, 11), dtype, count=2)
     assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
 

@@ -1,5 +1,5 @@
-"""Tests of Newton-Schulz schedules: names, sources, computed bands, and the refusal of schedules that flip signs or
-diverge."""
+"""Tests of Newton-Schulz schedules: names, sources, computed bands of singular values, and the refusal of schedules
+that flip signs or diverge."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
     assert (len(found.triples), band, round(found.slope)) == (steps, case.band, case.slope)
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
-        # The band is computed on two grids that contain the end points of the interval. Between points at a distance h,
-        # a grid misses an extremum by at most |f''| h^2 / 8, where f'' is a central difference of the outputs.
+        # The band is computed on two grids that both contain the end points of the interval. A grid with spacing h
+        # misses an extremum by at most |f''| h^2 / 8, where f'' is estimated by a central difference of the outputs.
         missed = float(out.diff(n=2).abs().max()) / 8
         rounding = 8 * len(found.triples) * found.slope * roundoff(torch.float64)
         ends = zip(found.band(start), (float(out.min()), float(out.max())), strict=True)
         assert all(abs(a - b) <= missed + rounding for a, b in ends)
-    # f(s) / s is the slope times 1 + (the sum of |b| / a times the squared input of each step), so it differs from the
-    # slope by at most s^2 slope^3.
+    # f(s) / s equals the slope times 1 + e, where |e| is at most the sum over all steps of |b| / a times the step's
+    # squared input. f(s) / s therefore differs from the slope by at most s^2 slope^3.
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
     assert_near(torch.tensor(share), torch.tensor(found.slope), tiny**2 * found.slope**3 + roundoff(torch.float32))
@@ -61,14 +61,14 @@ def test_names_of_other_libraries_are_known() -> None:
     assert {name: schedule(name).triples for name in names} == {n: schedule(of).triples for n, of in names.items()}
     assert schedule(KELLER).name == "keller"
     given = [schedule(KELLER), schedule(KELLER, 3), schedule([list(KELLER)] * 2, 9)]
-    # As in torch, a list of triples defines the number of steps.
+    # As in torch, a list of coefficient triples determines the number of steps.
     assert [found.triples for found in given] == [(KELLER,) * count for count in (5, 3, 2)]
 
 
 def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     raw = (8.28721201814563, -23.595886519098837, 17.300387312530933)
     first = schedule("polar_express", 4).triples[0]
-    # The found and the expected coefficients each round a power and a quotient.
+    # The found and the expected coefficients each round one power and one quotient.
     assert_rounded(first, (raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5), roundings=2 * (5 + 1))
     assert schedule("polar_express", 10).triples[7:] == ((1.875, -1.25, 0.375),) * 3
     assert_rounded(schedule("polar_express", 5, safety=1.05).triples[0][0], raw[0] / 1.05, roundings=2)
@@ -118,7 +118,8 @@ SOUND = [(name, len(schedule(name).triples)) for name in SCHEDULES]
 
 @st.composite
 def near_known_ones(draw: st.DrawFn) -> list[tuple[float, float, float]]:
-    """The first steps of a published schedule, each divided by a random factor and changed by up to 2%."""
+    """Draw the first steps of a published schedule, with the input of each step rescaled and each coefficient changed
+    by up to 2%."""
     name, steps = draw(st.sampled_from(SOUND))
     kept = draw(st.integers(1, steps))
     moved = []

@@ -10,26 +10,26 @@ import pytest
 from shardmuon.price import clock
 from shardmuon.price.clock import BucketTimes
 
-B = BucketTimes  # The fields are pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
+B = BucketTimes  # The fields are key, pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
 
 
 @pytest.mark.parametrize(
     ("ranks", "first", "last", "overlap", "ends"),
     [
         ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # A single bucket takes the sum of its phases.
-        # The links are never idle between the first pack and the last apply. Without overlap, no communication runs
-        # during matmuls.
+        # The links are never idle between the first pack and the last apply. Without overlap (the second case), no
+        # communication runs during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
-        # Orthogonalization hides the communication.
+        # Orthogonalization takes longer than communication and hides it.
         ([[B(i, 0, 1, 10, 1, 0) for i in range(8)]], 0, 0, 1.0, [1 + 8 * 10 + 1]),
-        # An exchange starts when the last rank has packed its data, and a rank idles until the other rank has its
-        # result.
+        # An exchange starts when the slowest rank is ready: the first rank waits until the second has packed, then the
+        # second waits until the first has orthogonalized.
         ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
-        # A bucket without an exchange waits for no other rank.
+        # A rank-local bucket (without an exchange) waits for no other rank.
         ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),
-        # Ranks that run the buckets in different orders wait for each other and end later than 9, the end with equal
-        # orders.
+        # Ranks that run the buckets in different orders wait for each other, so they end later than at 9, the end time
+        # with equal orders.
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "cba")], 0, 0, 1.0, [11, 12]),
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "abc")], 0, 0, 1.0, [9, 9]),
     ],

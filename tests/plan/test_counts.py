@@ -1,4 +1,4 @@
-"""Tests that the cost model's counts, which are made for all ranks at once, equal those of each rank's program."""
+"""Tests that the cost model's counts, which are computed for all ranks at once, equal those of each rank's program."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _node_of(rank: int) -> int:
 
 
 def _side(program: Program, splits: Sequence[int]) -> _Sent:
-    """Bytes that a rank exchanges with its own node and with other nodes, and the number of ranks that it exchanges
-    them with."""
+    """Return the bytes that a rank exchanges with its own node and with other nodes, and the number of ranks with which
+    it exchanges them."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)

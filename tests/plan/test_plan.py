@@ -1,4 +1,5 @@
-"""Tests that owners are balanced, that plans are equal on all ranks, and that planning a thousand ranks is fast."""
+"""Tests that the work is balanced over owners, that plans are equal on all ranks, and that planning for a thousand
+ranks is fast."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec
 EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
-    # 48 matrices of costs 1, 3, 4, 4 on 16 ranks are three per rank; longest-first assignment gives one rank 10, where
-    # the mean is 9.
+    # 48 matrices of costs 1, 3, 4 and 4 on 16 ranks are three per rank, with a mean cost of 9. Longest-first assignment
+    # gives one rank 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
-    # 48 matrices of costs 1, 3, 4, 4 on 24 ranks are two per rank, so at best some rank has 4 + 3, which is 7 / 6 of
+    # 48 matrices of costs 1, 3, 4 and 4 on 24 ranks are two per rank. At best, some rank has 4 + 3, which is 7 / 6 of
     # the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
@@ -49,9 +50,9 @@ def test_the_most_loaded_rank_is_near_the_mean_or_the_largest_matrix(job: str) -
 
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
-    """The result, and the seconds it would take on a core that counts to a million in 25 ms.
+    """Return the result of `make`, and the seconds it would take on a core that counts to a million in 25 ms.
 
-    A loop just before and just after measures the current speed of this machine, which other jobs may slow down.
+    The current speed of this machine, which other jobs may slow down, is measured by a loop just before and just after.
     """
 
     def loop() -> float:
@@ -90,13 +91,14 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    assert 0 < sent < 20 * mean  # A single matrix is 60% of the mean at this scale.
+    # At this scale, a single matrix is already 60% of the mean, so one rank may be far from the mean.
+    assert 0 < sent < 20 * mean
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """A step has several buckets so that communication overlaps with orthogonalization, but fewer where owners have few
-    matrices: in a bucket without a matrix of its own, a rank would idle."""
+    """A step has several buckets so that communication overlaps with orthogonalization. It has fewer where owners have
+    few matrices, because a rank without a matrix in a bucket would idle."""
     d, inner = 4096, 11008
     kinds = [
         spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
@@ -107,11 +109,12 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     owners = [len({plan.items[n].owners for n in bucket.items}) for bucket in plan.buckets]
     assert owners == [min(ranks, 7 * 32)] * buckets
     costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
-    assert costs in (sorted(costs), sorted(costs, reverse=True))  # The cheapest bucket must be first or last.
+    # Buckets must be sorted by cost, in ascending or descending order.
+    assert costs in (sorted(costs), sorted(costs, reverse=True))
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """A reason that applies to many matrices is printed once, and the digest leaves reasons out."""
+    """A reason that applies to many matrices is printed only once, and reasons do not change the digest."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
     assert all(text in str(plan) for text in ("0.qkv", "24x8", "owner", "most loaded rank"))

@@ -23,7 +23,7 @@ from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, m
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str, policy: Policy) -> None:
-    """A second write of the same value would not change any result, so writes are counted."""
+    """Writing the same value twice would not change any result, so the test counts writes."""
     cases = [(name, LAYOUTS[layout](make()), i) for name, make in VIEWS.items() for i in (0, 1)]
     plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
     weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
@@ -87,7 +87,8 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
 
 
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
-    """Rank 0 alone stores a small matrix, so the three large ones are assigned to the other ranks."""
+    """A small matrix is stored on rank 0 alone, so rank 0 must process it. The three large matrices must therefore go
+    to the other ranks."""
     small = spec("small", along(matrix_view((4, 4)), 0, {0: [(0, 4)], 1: [], 2: [], 3: []}))
     large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
     assert [(item.owners, item.route) for item in make_plan([*large, small], Policy()).items] == [
@@ -97,8 +98,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """With 8 matrices on 2 x 2 ranks, a rank relays to each other rank in at most two blocks, with or without state of
-    post-processing stages (NorMuon, ..)."""
+    """Post-processing stages (NorMuon, ..) keep state for 8 matrices on 2 x 2 ranks. A rank must still send all results
+    that it relays in one block, and receive relayed results in one block. Gradients, and results without state, are
+    exchanged only within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -111,7 +113,8 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
-    """Rank 1 packs its local matrices of two rank sets into the same buckets, while rank 0 is only in the first set."""
+    """Rank 1 is in two rank sets and packs its local matrices from both into the same buckets. It must compute the same
+    digest for each set as the ranks that are only in that set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
@@ -131,7 +134,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """48 layers on 8 ranks have two large matrices for each small one, and two large matrices fill a bucket."""
+    """48 layers on 8 ranks have two large matrices for each small one, and two large matrices fill a bucket. Within
+    each bucket, all owners must have equal work."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -139,7 +143,7 @@ def test_every_owner_has_equal_work_in_each_share() -> None:
         [sum(plan.items[n].cost for n in b.items if plan.items[n].owners == (r,)) for r in range(8)]
         for b in plan.buckets
     ]
-    assert len(work) == 7  # Each owner has 12 large matrices in six buckets, and six small ones in the seventh.
+    assert len(work) == 7  # Each owner has 12 large matrices in six buckets and six small ones in the seventh.
     assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
 
@@ -174,8 +178,8 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
 
 
 def _num_filled(line: Sequence[Item], most: int) -> int:
-    """The number of shares if the line's items are put into shares of at most `most` elements, each filled before the
-    next."""
+    """Return the number of shares when the items of `line` fill, one after another, shares of at most `most`
+    elements."""
     num, left = 0, 0
     for item in line:
         num, left = (num + 1, most) if not num or item.numel > left else (num, left)
@@ -220,7 +224,7 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """Copies of `num` blocks of one size, whose positions are given as (step between blocks, stride of the rows[, first
+    """Return copies of `num` blocks of equal size. Positions are given as (step between blocks, row stride[, first
     element])."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
@@ -228,8 +232,8 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """The last of the compared lists of copies has five senders, each with rows of two matrices of 6 columns and of one
-    matrix of 4 columns."""
+    """The last list of copies has five senders. Each sends rows of two matrices with 6 columns and of one matrix with 4
+    columns, which must join into two copies."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))
@@ -244,7 +248,8 @@ def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> N
 
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
-    """The matrices are blocks of a fused weight, one of which is too small for half-precision matmuls."""
+    """The matrices are blocks of a fused weight, one of which is too small for half-precision matmuls and is therefore
+    exchanged in a wider dtype."""
     layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
     plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
     assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

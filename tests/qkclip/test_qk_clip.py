@@ -1,4 +1,4 @@
-"""Tests of QK-clip on one process: the scaling rule against fp64 code, measured logits, discovered layers, and
+"""Tests of QK-clip in a single process: the scaling rule against fp64 code, measured logits, discovered layers, and
 refusals."""
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from shardmuon_qkclip.layers import Attention, Rows, attention_layers
 
 
 class Llama(nn.Module):
-    """An attention layer with grouped queries. Rotary embeddings are left out, as they do not change the norms of q and
-    k."""
+    """An attention layer with grouped queries, without rotary embeddings (they do not change the norms of q and k)."""
 
     def __init__(self, dim: int = 12, heads: int = 6, groups: int = 2, size: int = 4, bias: bool = False) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class Eager(Llama):
         return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
 
 
-# Largest logits over the positions that the causal mask keeps, (H,), fp64.
+# Returns the largest logit of each head among the positions that the causal mask keeps, shape (H,), fp64.
 def largest(attention: Any, x: Tensor) -> Tensor:
     q, k, _ = (t.detach().double() for t in attention.heads(x))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -65,7 +64,7 @@ def largest(attention: Any, x: Tensor) -> Tensor:
 
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
-        # The measured and the expected logits each sum 12 terms in q and in k, and 4 in their product.
+        # The measured and the expected logits each sum 12 terms in q and in k, and 4 terms in the product of q and k.
         assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 
@@ -79,7 +78,8 @@ def _hooked(model: nn.Module, **options: Any) -> QKClip:
 
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
-    """Scale the model by the given maxima after a step without gradients, and return the gains of the first layer."""
+    """Take a step without gradients, in which QK-clip scales the model by the given maxima. Returns the gains of the
+    first layer."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains
@@ -89,8 +89,8 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# Each case has a layer, the gains of its key heads, alpha, and for each weight the factor of each row (of each column
-# where `dim` is 1).
+# Each case gives a layer, the gains of its key heads, alpha, and, for each weight, the factors by which its rows (or
+# its columns, if `dim` is 1) are multiplied.
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),
@@ -126,7 +126,7 @@ RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
 def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dtype) -> None:
-    """For half-precision weights, the products are computed in fp32 and rounded once."""
+    """Half-precision weights are multiplied in fp32 and rounded once."""
     layer, gain, alpha, factors = RULES[name]
     turned = any(rows.dim for rows in layer.rows)
     shapes = {n: (5, len(f)) if turned else (len(f), 5) for n, f in factors.items()}
@@ -134,7 +134,7 @@ def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dty
     before = {n: p.detach().clone() for n, p in params.items()}
     share = layer.num_heads // layer.num_groups
     most = 100.0 / torch.tensor(gain).repeat_interleave(share)
-    # The last head of a group has the largest logit of the group, which determines its gain.
+    # The last head of each group has the largest logit of the group, which determines the group's gain.
     most -= (torch.arange(layer.num_heads) + 1) % share
     assert clip_by({"a": most}, params, layers=[layer], alpha=alpha).tolist() == list(gain)
     for n, found in params.items():
@@ -237,7 +237,7 @@ def test_only_every_nth_step_is_measured() -> None:
 
 
 def _of(config: Any = None, **layers: Any) -> nn.Module:
-    """A module with the given attributes, where a tuple (inputs, outputs) becomes a linear layer."""
+    """Return a module with the given attributes. A tuple (inputs, outputs) becomes a linear layer."""
     module = nn.ModuleDict({n: nn.Linear(*sizes) for n, sizes in layers.items() if isinstance(sizes, tuple)})
     for name, value in {"config": config, **layers}.items():
         if not isinstance(value, tuple):

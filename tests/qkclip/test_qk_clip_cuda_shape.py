@@ -1,4 +1,4 @@
-"""Tests that QK-clip on a simulated GPU measures, reduces and scales without a device synchronization, and with few
+"""Tests that QK-clip on a simulated GPU measures, reduces and scales without a device synchronization and with few
 launches."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def test_scaling_by_given_maxima_waits_for_nothing() -> None:
             scaler.reduce(lambda: maxima)
             scaler.apply_()
         assert mode.waits == mode.uploads == []
-        # The launches of a layer are its vector, the largest value per group, the rule (10) and the factors (5), and
-        # for each of q and k the rows (2) and a product.
+        # The launches of a layer are the vector of its maxima, the maximum per group, the rule (10) and the factors
+        # (5), and for each of q and k, the factors of its rows (2) and one multiplication.
         assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 

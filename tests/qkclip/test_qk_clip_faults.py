@@ -1,5 +1,5 @@
-"""Tests of QK-clip on overlapping sets of ranks, and of exceptions on one rank: either all ranks raise, or all continue
-alike."""
+"""Tests of QK-clip on overlapping rank sets, and of exceptions on one rank: either all ranks raise, or all ranks
+continue with the same results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-Sets = list[tuple[int, ...]]  # The rank sets that share a weight. A rank in no set has a weight of its own.
+Sets = list[tuple[int, ...]]  # The rank sets that share one weight. A rank in no set has its own weight.
 Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
 
 FAMILIES: dict[str, Family] = {
@@ -49,7 +49,7 @@ def _own(sets: Sets) -> tuple[int, ...]:
 
 
 def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
-    """The largest logits in one rank's batches. On ranks 1 and 2 one head is NaN."""
+    """Return the largest logits in one rank's batches. On ranks 1 and 2, the logit of one head is NaN."""
     found = {name: normal(4, seed=1000 * seed + 10 * rank + int(name)).abs() for name in layers}
     for maxima in found.values() if rank in (1, 2) else ():
         maxima[rank] = math.nan
@@ -57,8 +57,8 @@ def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
 
 
 class Job(jobs.Job):
-    """Weights of 4 heads of 3 rows after a step (so that momentum exists), with one weight for queries and one for keys
-    in each layer.
+    """A job with one query weight and one key weight per layer, each with 4 heads of 3 rows. One step has been taken,
+    so that momentum exists.
 
     Args:
         kind: A family, or "plain" or "fsdp2" for a single layer on all ranks.
@@ -78,7 +78,7 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maxima, with a new scaler if any argument has changed."""
+        """Reduce the maxima over ranks. Any change of the arguments makes a new scaler."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with made_public():
@@ -99,7 +99,7 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Names of the weights that differ from the rule applied to the maxima of all connected ranks."""
+    """Return the names of the weights that differ from the rule applied to the maxima of all connected ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -133,15 +133,15 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Errors of a call in which rank 2 passes other arguments, has lost its cached table, or has replaced a weight. The
-    following call must succeed."""
+    """Return the errors of a call for which rank 2 passes other arguments, has lost its cached table, or has replaced a
+    weight. The following call must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Both ranks of a set replace their shared weight by one of another shape.
+    # Both ranks of the set (2, 3) replace their shared weight by one of another shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -186,8 +186,9 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Raise an exception in each function that runs before the vote. Returns the places where it passed unnoticed, and
-    the number of errors that all ranks raised. With `first`, the cached table is dropped before each call."""
+    """Raise an exception on one rank in each function that runs before the vote. Returns the functions whose exception
+    passed unnoticed, and the number of exceptions that raised an error on all ranks. With `first`, the cached table
+    is dropped before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -197,7 +198,7 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # On two ranks a fault is planted in every function, on more ranks in every sixth.
+    # On two ranks, an exception is raised in every function; on more ranks, in every sixth.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
@@ -222,8 +223,8 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
-    """Raise an exception on one rank after the vote and return the errors. No rank may step until state is loaded;
-    after that all ranks continue."""
+    """Raise an exception on one rank after the vote, and return the errors. No rank may step until state is loaded.
+    Afterwards, all ranks must continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -253,7 +254,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """No rank may wait for one that failed, even if that rank had not begun to scale."""
+    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if it had not begun to
+    scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

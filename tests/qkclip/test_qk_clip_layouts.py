@@ -1,4 +1,5 @@
-"""Tests of QK-clip on every layout: the weights have the bits of one process, or every rank raises the same error."""
+"""Tests of QK-clip on every layout: either the weights match a single-process run bitwise, or every rank raises the
+same error."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
-    """The largest logits in one rank's batches. About half of the heads exceed 100, and no single rank has the largest
-    logit of every head."""
+    """Return the largest logits in one rank's batches. About half of the heads exceed 100, and no single rank has the
+    largest logit of every head."""
     return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
@@ -69,7 +70,8 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """QK-clip whose logits function returns the maxima of the given ranks' batches, with new batches in each step."""
+    """Return a QKClip whose logits function returns the maxima over the given ranks' batches. Each step has new
+    batches."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 
@@ -82,7 +84,8 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Weights of one process after steps with the given gradients, clipped by the maxima of all ranks' batches."""
+    """Return the weights of a single process after steps with the given gradients, clipped by the maxima over all
+    ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
     _hooked(params, optimizer, range(dist.get_world_size()), process_group=(dist.get_rank(),))
@@ -94,7 +97,7 @@ def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) 
 
 
 def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
-    """Names of the parameters that differ from those of one process."""
+    """Return the names of the parameters that differ from a single-process run."""
     params = parameters(placed(layout, _model(dtype)))
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
@@ -118,7 +121,8 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
 
 
 def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
-    """Names of weights that differ from those of one process; fp32 masters are compared if the framework keeps them."""
+    """Return the names of the weights that differ from a single-process run. If the framework keeps fp32 masters, the
+    masters are compared."""
     clips = list[QKClip]()
 
     def make(params: Any, options: Any) -> Muon:
@@ -162,7 +166,7 @@ def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -
 
 
 def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool) -> dict[str, Tensor]:
-    """The model's weights after two steps with lr=0, with or without QK-clip."""
+    """Return the model's weights after two steps with lr=0, with or without QK-clip."""
     half = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
     with megatron(**sizes):
         ddp = {"use_distributed_optimizer": distributed}
@@ -183,8 +187,8 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip in two steps with lr=0, and return the names of weights that differ from the expected rows. The fp32 masters
-    are scaled without rounding in between."""
+    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones, whose query and
+    key rows are scaled twice in fp32 without rounding in between."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
@@ -217,8 +221,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
-    """Each layer's largest logits, measured on one process with all batches, and on a mesh where each rank has two of
-    the batches. Only the second backward pass synchronizes gradients."""
+    """Return each layer's largest logits, measured in a single process on all batches, and on a mesh where each rank
+    has two of the batches. Only the second backward pass synchronizes gradients."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
@@ -232,7 +236,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
-        # FSDP2 warns because the demo's output is a view.
+        # FSDP2 warns because the demo model's output is a view.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
@@ -261,7 +265,7 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
     (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
     assert all(theirs[1] == together for theirs in others)
     for here, wanted in zip(together, alone, strict=True):
-        # The maxima on one process and on a mesh each sum 32 terms in q and in k and 8 in their product, after norms
+        # Each of the two measurements sums 32 terms in q and in k, and 8 terms in the product of q and k, after norms
         # and rotations.
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))

@@ -24,7 +24,7 @@ TAU = 0.5
 
 
 class Job:
-    """A model of two attention layers with an untrained linear layer between them."""
+    """A model of two attention layers and, between them, a linear layer that is not trained."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class Job:
         return self.model(scale * normal(2, 5, 12, seed=seed)).square().mean()
 
     def step(self, *seeds: int) -> list[Tensor]:
-        """Take a step, and return the largest logit of each head in both layers, computed in fp64."""
+        """Take a step. Returns the largest logit of each head in both layers, computed in fp64."""
         first = [normal(2, 5, 12, seed=seed) for seed in seeds]
         with torch.no_grad():
             inputs = {0: first, 2: [self.model[:2](x) for x in first]}
@@ -77,7 +77,7 @@ NO_STEP: dict[str, tuple[Callable[[Job], Any], ...]] = {
 
 @pytest.mark.parametrize("name", NO_STEP)
 def test_forwards_that_lead_to_no_step_clip_nothing(name: str, tmp_path: Path) -> None:
-    """The weights have the bits of a job without the event."""
+    """The weights must be bitwise identical to those of a job without the extra forward passes."""
     job, plain = Job(tmp_path / "file"), Job()
     for one in (job, plain):
         one.step(1)

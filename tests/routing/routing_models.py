@@ -18,7 +18,7 @@ def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
 
 
 def but(module: nn.Module, **attributes: Any) -> Any:
-    """Set attributes on a module; submodules and parameters are registered."""
+    """Set attributes on a module and return it. Submodules and parameters are registered."""
     for key, value in attributes.items():
         setattr(module, key, value)
     return module
@@ -30,7 +30,7 @@ def _kind(name: str, package: str) -> type[nn.Module]:
 
 
 def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> Any:
-    """A module of a class with the given name, in the given package."""
+    """Return a module whose class has the given name and package."""
     return but(_kind(name, package)(), **attributes)
 
 
@@ -48,7 +48,7 @@ def table(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 
 
 def bare(*shape: int, **options: Any) -> Any:
-    """A module of unknown type with a single parameter, weight."""
+    """Return a module of an unknown type whose only parameter is `weight`."""
     return typed("Bare", weight=table(*shape, **options))
 
 
@@ -90,7 +90,7 @@ def tied(*, head_first: bool) -> nn.Module:
 
 
 def hooked(head: str | None) -> nn.Module:
-    """A model whose get_output_embeddings returns the given module, or None."""
+    """Return a model whose get_output_embeddings returns the submodule `head`, or None."""
     model = typed("Hooked", embed=nn.Embedding(16, 16), decoder=linear(), pooler=linear())
     return but(model, get_output_embeddings=lambda: None if head is None else model.get_submodule(head))
 
@@ -102,13 +102,14 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 def shared(**modules: Any) -> nn.Module:
-    """Several modules that share the first one's weight."""
+    """Return a ModuleDict whose modules all share the first module's weight."""
     first = next(iter(modules.values()))
     return nn.ModuleDict({name: but(module, weight=first.weight) for name, module in modules.items()})
 
 
 def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
-    """Replace a weight by an empty placeholder, with ZeRO-3's attribute `ds_shape` if a shape is given."""
+    """Replace a weight by an empty placeholder. If a shape is given, it becomes the placeholder's `ds_shape`, as in
+    ZeRO-3."""
     module.weight = nn.Parameter(torch.empty(0))
     if ds_shape is not None:
         module.weight.ds_shape = torch.Size(ds_shape)  # type: ignore[attr-defined]
@@ -116,13 +117,13 @@ def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linea
 
 
 def tensor_parallel(num_rows: int) -> nn.Module:
-    """A tensor-parallel layer of `num_rows` rows in all, 8 of which are on this rank."""
+    """Return a tensor-parallel layer with `num_rows` rows over all ranks, 8 of which are on this rank."""
     module = typed("ColumnParallelLinear", weight=table(8, 4), output_size=num_rows, output_size_per_partition=8)
     return but(module, weight=but(module.weight, tensor_model_parallel=True))
 
 
 def experts(*, router: int = 4, apart: bool = False, inner: int = 24, inputs_first: bool = False) -> nn.Module:
-    """Four experts and their router; with `inputs_first` the experts' matrices are transposed."""
+    """Return four experts and their router. With `inputs_first`, the experts' matrices are stored transposed."""
     up, down = (4, inner, 16), (4, 16, inner)
     up, down = (down, up) if inputs_first else (up, down)
     stacks = typed("Experts", w_up=table(*up), w_down=table(*down))

@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
     Attributes:
         model: Function that builds the model.
-        rows: Parameter name -> expected fields of its row.
+        rows: Parameter name -> expected fields of its routing row.
         says: A pattern for each expected warning.
         overrides: The user's overrides.
         muon: Names of all parameters that go to Muon; None to skip this check.
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 def why(**reasons: str) -> dict[str, dict[str, object]]:
-    """Expected reasons by weight name, where "__" stands for a dot."""
+    """Return the expected reasons, keyed by weight name. In the arguments, "__" stands for a dot."""
     return {f"{name.replace('__', '.')}.weight": {"reason": reason} for name, reason in reasons.items()}
 
 
@@ -95,7 +95,7 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """A model without repeated blocks, with a vocabulary of 16 and a width of 16."""
+    """Return a function that builds a model without repeated blocks, where vocabulary and width are both 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -118,7 +118,7 @@ HEADS: dict[str, Case] = {
     "a decoder": Case(Llama, why(head=_EQUAL, norm="norm", embed="embedding"), muon=LAYERS),
     "as wide as the vocabulary": Case(llama(16, 16), why(head=_LAST), muon=LAYERS),
     "one block": Case(lambda: Llama(16, 16, depth=1), muon=LAYERS[:6]),
-    # No layer has 8 inputs, so by shape alone wk and wv would be output heads.
+    # By shape alone, wk and wv (8 rows) would be output heads. They are not, because no layer has 8 inputs.
     "keys with the rows of a vocabulary": Case(llama(8, 16, 8), muon=LAYERS),
     "tied, another as wide": Case(llama(tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
     "tied, all as wide": Case(llama(16, 16, tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
@@ -199,8 +199,8 @@ HEADS: dict[str, Case] = {
 
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
-    """A 3-D parameter of unknown type, of which only the shape is known. It may be a stack of experts, stored either
-    way round, or a table."""
+    """Return a case with a 3-D parameter of a module of unknown type. From its shape alone, it may be a stack of
+    experts, transposed or not, or a table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     row: dict[str, object] = {"reason": f"stack of {num} matrices, by its shape alone", **of(*[(rows, cols)] * num)}
@@ -212,7 +212,8 @@ def beside(*models: nn.Module) -> Callable[[], nn.Module]:
 
 
 def turned_over(*names: str) -> tuple[str, ...]:
-    """The expected warnings for experts that seem to be stored transposed, as no router matches their shape."""
+    """Return the expected warnings for experts that seem to be stored transposed, because no router matches their
+    shape."""
     return tuple(rf'parameter of Experts.*"{re.escape(n)}": "muon"\}}; \{{"transposed": True\}} if' for n in names)
 
 
@@ -220,7 +221,7 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# There are two query groups, each with four query heads, one key head and one value head of size 2.
+# There are two query groups. Each has four query heads, one key head and one value head, and the head size is 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -386,8 +387,8 @@ SAID: dict[str, Case] = {
 
 _NORMED = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
 _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
-# Each row has a module, the name of a parameter, its expected matrices (none for AdamW), and the expected reason ("" is
-# not checked).
+# Each case gives a module, the name of a parameter, its expected matrices (none for AdamW), and the expected reason (""
+# is not checked).
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(3, 8, 3), "weight", ((8, 27),), "convolution, 1 group"),
     (nn.Conv2d(1, 8, 3), "weight", ((8, 9),), ""),
@@ -421,7 +422,7 @@ KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (_NORMED, "parametrizations.weight.original0", (), "1 vector (8x1x1x1)"),
     (_NORMED, "parametrizations.weight.original1", ((8, 27),), "convolution, 1 group"),
     (nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), "parametrizations.weight.original", ((4, 4),), "linear"),
-    # A Linear of two inputs is a matrix, not a table of pairs of numbers.
+    # A Linear with two inputs is a matrix, not a table of pairs of numbers.
     (nn.Linear(2, 16), "weight", ((16, 2),), "linear"),
     (nn.Linear(8, 1), "weight", (), "1 vector (1x8)"),
     (nn.Bilinear(4, 6, 5), "weight", ((4, 6),) * 5, "a matrix for each output"),
@@ -461,7 +462,8 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 _WRAP = "Build the groups before wrapping"
 _NAMED = "matches none of the model's 17 parameter names.*Close: .*"
-# Each row has a model, the overrides, the expected exception type, and a pattern of its message.
+# Each case gives a function that builds a model, the overrides, the expected exception type, and a pattern for its
+# message.
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         lambda: shared(conv=nn.Conv2d(8, 8, 1), deep=nn.Conv2d(8, 8, 1, groups=2)),
@@ -563,7 +565,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
     arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *CONFIG_OPTIONS, "process_group", *routing}
-    # `unknown` collects misspelled options.
+    # The argument `unknown` collects misspelled options.
     assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
@@ -599,7 +601,7 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
     """After one step, the RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the band of its
-    schedule. AdamW's first step has an RMS of lr, which is 1 / 0.2 times its usual RMS."""
+    schedule. The RMS of AdamW's first update is lr, which is 1 / 0.2 times its usual RMS."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)
@@ -624,7 +626,7 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # The RMS of the update is lr / 32; the ratio is rounded to six digits.
+    # The RMS of Muon's update is lr / 32, and the printed ratio is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 
@@ -736,7 +738,7 @@ def _leaf(draw: st.DrawFn) -> nn.Module:
 
 @st.composite
 def models(draw: st.DrawFn) -> nn.Module:
-    """Nested containers of random layers, some frozen and some with a shared weight."""
+    """Draw nested containers of random layers, some of which are frozen or share a weight."""
     leaves = [_leaf(draw) for _ in range(draw(st.integers(1, 8)))]
     for module in leaves:
         if hasattr(module, "weight") and not isinstance(module, nn.modules.conv._ConvNd) and draw(st.booleans()):

@@ -1,5 +1,5 @@
-"""Tests of routing by type, with modules that have the names and sizes of well-known ones but do not need their
-libraries.
+"""Tests of routing by module type. The modules have the names and sizes of well-known ones, so that their libraries are
+not needed.
 
 tests/zoo tests the libraries' own models.
 """
@@ -40,14 +40,15 @@ from shardmuon.testing.layouts import cut_matrices
 
 
 def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
-    """The indices of the elements of each matrix of a parameter, by its parameter group's options."""
+    """Return the matrices of a parameter under its parameter group's options, as indices into the flattened
+    parameter."""
     (group,) = [g for g in param_groups(model, **{"lr": 1e-3, **options}) if name in g["param_names"]]
     param = dict(model.named_parameters())[name]
     view = matrix_view(param.shape, **{key: group[key] for key in VIEW_DEFAULTS if key in group})
     return cut_matrices(view, torch.arange(param.numel()).view(param.shape))
 
 
-# Each case has a module, its parameter, and a function that slices its matrices out by hand (None: AdamW).
+# Each case gives a module, the name of a parameter, and a function that slices its matrices out by hand (None: AdamW).
 Parts = Callable[[torch.Tensor], list[torch.Tensor]] | None
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
     "Conv1D": (lambda: conv1d(12, 8), "weight", lambda w: [w.T]),
@@ -191,7 +192,7 @@ def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols
 
 
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
-    """DeepSpeed's zero.Init leaves placeholders without elements, whose ds_shape has the real shape."""
+    """DeepSpeed's zero.Init replaces parameters by empty placeholders, whose ds_shape has the real shape."""
     models = [known_types(), known_types()]
     for module in models[1].modules():
         for name, p in module.named_parameters(recurse=False):
@@ -268,7 +269,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 _STRANGE = MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n"
 _LINES = "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear"  # Each * stands for a layer number.
-# Each row has the arguments, the source of the model, the exit code, and the expected output.
+# Each case gives the arguments, the source code of the model, the exit code, and the expected output.
 COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
     *(([name], MODEL, 0, _LINES) for name in ("route_example:build", "route_example.py:build", "route_example:built")),
     (["route_example:built"], MODEL, 0, "Muon: 6 parameters, 6 matrices, 384 elements"),
@@ -322,14 +323,14 @@ def timms() -> nn.Module:
 
 
 def named_words() -> nn.Module:
-    """A text model, like CLIP's, whose projection has as many rows as there are positions."""
+    """Return a text model like CLIP's, whose projection has as many rows as there are position embeddings."""
     return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
 
 
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
 _MLP = 'linear, fused? if gate, then up: "m.gate_up_proj.weight": {"split_sizes": (10, 10)}'
 _ENGINE = "transformer_engine.pytorch"
-# Each case has a module, and for some of its parameters the expected matrices and reason.
+# Each case gives a module and, for some of its parameters, the expected matrices and reason.
 REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[tuple[tuple[int, int], ...], str]]]] = {
     "a name that other classes bear is not enough: LeViT keeps q, k and v head by head": (
         lambda: timm_attention("timm.models.levit"),

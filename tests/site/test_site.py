@@ -1,6 +1,6 @@
 """Tests of the built documentation site in a browser, run by `make docs DOCS=test`.
 
-`make test` collects and skips them, as the browser's driver is in an environment of its own, without torch.
+`make test` collects and skips these tests, because the browser's driver is in a separate environment without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = ROOT / "build" / "site"
-# The page is opened as a local file, so a resource that it fetched would fail to load.
+# The page is opened as a local file, so any resource that it fetched would fail to load.
 PLAN = ROOT / "docs" / "img" / "plan.html"
 PAGES = sorted(str(path.parent.relative_to(SITE)) for path in SITE.glob("**/index.html") if "adr" not in path.parts)
 
@@ -59,7 +59,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def listen(page: Page) -> list[str]:
-    """Record every address that a page requests, and the errors of its scripts."""
+    """Return a list that collects the addresses that a page requests and the errors of its scripts."""
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: asked.append(f"error: {error}"))
@@ -93,7 +93,7 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     page.goto(address)
     page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
-    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # The results appear one by one.
+    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # The search results appear one by one.
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 
 
@@ -151,12 +151,13 @@ def test_the_page_of_a_plan_is_readable_in_either_scheme(page: Page, scheme: Lit
     page.goto(PLAN.as_uri())
     colours = page.evaluate("() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }")
     text, paper = (_luminance(colour) for colour in colours)
-    assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0  # WCAG's level AAA requires a contrast of 7.
+    # WCAG level AAA requires a contrast of at least 7.
+    assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0
     assert (paper > text) == (scheme == "light")
 
 
 def _luminance(colour: str) -> float:
-    """Luminance of a color "rgb(r, g, b)", as WCAG defines it."""
+    """Return the luminance of a color "rgb(r, g, b)", as WCAG defines it."""
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -19,7 +19,7 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-AUDITED = 2  # The number of the audited step, counted from 1. Each example trains more steps, also after resuming.
+AUDITED = 2  # The audited step, counted from 1. Each example trains more steps than this, also after resuming.
 
 RankPool.preload("stack_preload")
 
@@ -29,9 +29,9 @@ class Seen:
     """What was observed on one rank.
 
     Attributes:
-        owners: Parameter -> the ranks that orthogonalize its matrices, by the plan.
-        mine: Number of this rank's matrices, by the plan.
-        runs: Number of matrices that this rank orthogonalized, by step.
+        owners: Parameter -> the ranks that orthogonalize its matrices according to the plan.
+        mine: Number of matrices that this rank orthogonalizes according to the plan.
+        runs: Number of matrices that this rank orthogonalized in each step.
         findings: The audit's findings, as text.
         compared: Number of matrices that the audit compared with the dense reference.
         muon: Names of the parameters in Muon's groups.
@@ -59,8 +59,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
         example: Name of the file in examples/.
         world: Number of ranks. A single rank is a plain process without torch.distributed.
         prepare: Name of a function in this file that each rank calls first.
-        arguments: Arguments of the example's `train`. `kind` is an argument of the example's `options`, which makes
-        further arguments.
+        arguments: Arguments of the example's `train`. `kind` is passed to the example's `options`, which returns more
+            of these arguments.
 
     Returns:
         What was observed on each rank.
@@ -68,7 +68,7 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    # The pool kills the ranks at the end, without the frameworks' own shutdown.
+    # The pool kills the ranks at the end, so the frameworks' own shutdown does not run.
     with RankPool(world, timeout=120.0) as pool:
         return pool.run(_watched, example, port, prepare, arguments)
 
@@ -79,7 +79,7 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
 def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -> Seen:
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon", GROUP_RANK="0")
-    # DeepSpeed needs the launcher's variables even on one rank.
+    # DeepSpeed needs the launcher's environment variables even on one rank.
     if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[key]
@@ -98,15 +98,15 @@ def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -
 
 
 def deepspeed_on_cpu() -> None:
-    """Turn off DeepSpeed's shared-memory communication, which takes minutes to compile."""
+    """Disable DeepSpeed's shared-memory communication, which would take minutes to compile."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def force_fsdp2() -> None:
-    """Make accelerate use FSDP2 on a CPU. accelerate silently ignores an FSDP plugin there, although torch's
-    fully_shard works."""
+    """Make accelerate use FSDP2 on a CPU. accelerate silently ignores an FSDP plugin on CPUs, although torch's
+    fully_shard works there."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -124,7 +124,7 @@ def force_fsdp2() -> None:
 
 
 def _watching() -> Seen:
-    """Record every Muon step in this process, whoever calls it."""
+    """Record every Muon step in this process, no matter who calls it."""
     import torch.optim.optimizer as hooks
 
     from shardmuon import Muon, audit
@@ -142,7 +142,8 @@ def _watching() -> Seen:
                 checks.append(audit(optimizer, samples=1000))
 
     def on_end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        # torch's checkpoint functions take a step to create state, for which Muon makes no plan.
+        # torch's checkpoint functions call `step` to create state. Muon makes no plan for such a step, so it is not
+        # recorded.
         if isinstance(optimizer, Muon) and optimizer.plans:
             seen.runs.append(optimizer.traffic.orthogonalized - before)
             _look(optimizer, seen)
@@ -151,7 +152,7 @@ def _watching() -> Seen:
                 seen.findings = [str(finding) for finding in report.findings]
                 seen.compared = sum(row.compared for row in report.matrices)
 
-    # The hooks are never removed, as the process ends with its example.
+    # The hooks are never removed, because the process ends with its example.
     hooks.register_optimizer_step_pre_hook(on_start)
     hooks.register_optimizer_step_post_hook(on_end)
     return seen

@@ -1,5 +1,5 @@
 """Tests that train every example on 1 and 2 ranks. They check owners, Newton-Schulz runs and an audit, and that a run
-resumed from its middle ends with the bits of an uninterrupted run."""
+resumed halfway ends with the same weights as an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Case:
     Attributes:
         example: Name of its file, without the suffix.
         world: Number of ranks.
-        middle: Path of the middle checkpoint, relative to the run's folder.
+        middle: Path of the checkpoint written halfway, relative to the run's folder.
         muon: Names of parameters that must go to Muon.
         prepare: Name of a function in `ranks.py` that each rank calls first.
         fixed: Arguments of the example's `options`, if it is called.
-        needs: Required packages, apart from those of all examples.
+        needs: Required packages, apart from those that all examples need.
         either: Names of parameters that may go to either optimizer.
         name: Name of the layout.
         calls: Number of calls of `step()` per training step, each of which updates some groups.
@@ -114,7 +114,8 @@ def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tm
         owned = [owner for name in case.muon for owner in rank.owners[name]]
         assert len(owned) == matrices - sum(len(rank.owners.get(name, ())) for name in case.either)
         assert set(owned) == set(range(case.world))
-        # With several calls per step, the example's own Audit raises on a finding.
+        # In examples with several calls per step, ranks.py adds no audit, because the example's own Audit raises on a
+        # finding.
         assert rank.compared == (matrices if case.calls == 1 else 0)
         assert [text for text in rank.heard if any(words in text for words in MISFIRES)] == []
         assert sum(rank.mine for rank in whole) == matrices

@@ -1,6 +1,5 @@
-"""AdamW groups of Muon, compared bit for bit with torch.optim.AdamW: updates, state and checkpoints, on one process and
-on shards.
-"""
+"""Tests that Muon's AdamW parameter groups match torch.optim.AdamW bitwise: updates, state and checkpoints, in a single
+process and on shards."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from torch.optim import lr_scheduler
 from shardmuon import Muon
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
-# Each tensor in WHOLE fills whole blocks of 64 bytes in every dtype of DTYPES.
+# Every tensor in WHOLE occupies a multiple of 64 bytes in every dtype of DTYPES.
 WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
@@ -41,7 +40,7 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
-    """Compare with torch's fused kernel, on tensors whose sizes fill whole SIMD vectors."""
+    """Compare with torch's fused AdamW kernel on tensors whose sizes are multiples of the SIMD width."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -69,7 +68,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # torch.optim.AdamW groups have options that AdamW groups of Muon lack, such as amsgrad.
+        # Loading a state dict of Muon removes the options that only torch.optim.AdamW has, such as amsgrad, so they are
+        # set again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))
@@ -78,8 +78,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
 
 
 BETTER = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# Each row has the options of our AdamW group, the equivalent options of torch.optim.AdamW, and a function that makes a
-# scheduler.
+# Each case gives the options of our AdamW group, the equivalent options of torch.optim.AdamW, and a function that makes
+# an LR scheduler (or None).
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "a tensor lr": ({**OPTIONS, "lr": torch.tensor(0.25)}, {**OPTIONS, "lr": 0.25}, None),
     "a tensor lr and other options": ({**BETTER, "lr": torch.tensor(0.25)}, {**BETTER, "lr": 0.25}, None),
@@ -126,13 +126,14 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
         assert not job.unlike_whole(dense.named())
     for p in job.specs:
         kept = job.state[p]
-        # A rank counts steps even for a parameter of which it stores no elements.
+        # The step count advances even on ranks that store no elements of the parameter.
         assert float(kept["step"]) == 3.0
         for t in (kept["exp_avg"], kept["exp_avg_sq"]):
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Each function returns the same values in another memory layout.
+# Each function returns a copy of a tensor. Except for torch.clone, the copies have other strides or an unaligned
+# address.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],
@@ -144,7 +145,8 @@ FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
-    """Step a random matrix and its row blocks, which are cut, stored and ordered at random, and compare the bits."""
+    """Step a random matrix in one optimizer and its row blocks in another, with random block sizes, memory layouts and
+    order. The results must be bitwise identical."""
     draw, ends = random.Random(f"{dtype}"), 0
     for seed in range(40):
         rows, cols = draw.randint(1, 40), draw.choice([1, 2, 3, 7, 16, 33, 64])
@@ -158,7 +160,8 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
         one, other = (Muon(adamw_group(of, lr=lr), lr=1e-3) for of in ([whole], order))
         for step in (1, 2, 3):
             grad = scale * normal(rows, cols, seed=1000 * step + seed, dtype=dtype)
-            # The gradient of `weight.sum()` is one row, expanded to the whole shape.
+            # For some seeds, the gradient is a single row expanded to the full shape (stride 0), as `weight.sum(0)`
+            # produces in backward.
             grad = grad[:1].expand(rows, cols) if seed % 5 == 0 else grad
             whole.grad = grad.clone(memory_format=torch.contiguous_format)
             for part, piece in zip(parts, grad.split(sizes), strict=True):
@@ -175,14 +178,14 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) -> None:
-    """The optimizer copies small tensors side by side for one call of the fused kernel, and one call takes a single
-    step count."""
+    """Small tensors with equal step counts share one padded copy, which the fused kernel updates with a single step
+    count. Tensors with different step counts must not share a copy."""
     mine, alone = (parameters(dtype, ((3,), (5,), (7,), (9, 1))) for _ in range(2))
     together, single = Muon(adamw_group(mine), lr=1e-3), [Muon(adamw_group([p]), lr=1e-3) for p in alone]
     for seed in range(4):
         for params in (mine, alone):
             set_gradients(params, seed)
-            # Parameter i has its first gradient in step i.
+            # Parameter i gets its first gradient in step i.
             for late in params[seed + 1 :]:
                 late.grad = None
         for optimizer in (together, *single[: seed + 1]):

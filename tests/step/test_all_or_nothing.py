@@ -1,8 +1,8 @@
-"""A fault on one rank raises an error on all ranks that share parameters with that rank, and leaves parameters and
+"""Tests that a fault on one rank raises an error on all ranks that share parameters with it, and leaves parameters and
 state unchanged.
 
-Each fault changes something on one rank before all ranks make a call; afterwards the next step must have the bits of a
-twin that never made the failed call.
+Each fault changes something on one rank before all ranks make the same call. Afterwards, the next step must be bitwise
+identical to that of a twin job that never made the failed call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from shardmuon.testing.layouts import mesh_of
 
 
 class Fault(NamedTuple):
-    """A change on one rank, a pattern of the error on all ranks, and the class of the error on the changed rank."""
+    """A change made on one rank, a pattern for the error message on all ranks, and the exception class raised on the
+    changed rank."""
 
     do: Callable[[Job], Any]
     says: str
@@ -97,7 +98,7 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    # Parameter names are read only when a plan is made.
+    # Parameter names are only read when a plan is made, so discard the plan.
     job.optimizer.binding = None
 
 
@@ -111,7 +112,7 @@ def _moved(job: Job) -> None:
 
 
 def _given(**options: Any) -> Callable[[Job], None]:
-    """Return a fault that replaces the optimizer by one with the same groups and other constructor options."""
+    """Return a fault that replaces the optimizer with one that has the same groups but other constructor options."""
 
     def do(job: Job) -> None:
         keys = {"params", "param_names", "process_group", "use_muon", "adjust_lr_fn"}
@@ -229,7 +230,7 @@ FAULTS: dict[str, Fault] = {
         MemoryError,
     ),
 }
-# REPLICA_FAULTS are for plain tensors that are replicated on several ranks.
+# REPLICA_FAULTS apply to plain tensors that are replicated on several ranks.
 REPLICA_FAULTS: dict[str, Fault] = {
     "gradient of another shape": Fault(in_gradient(lambda g: g[:3]), r"rank \d: a\d+: its gradient .*\(3, 8\)"),
     "process group": Fault(_option("process_group", None), r"ranks? \d"),
@@ -256,7 +257,7 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
-        # Swapping the placements selects the block of the same shape across the diagonal of the mesh.
+        # With swapped placements, an off-diagonal rank of the mesh stores a different block of the same shape.
         elif kind == "crossed":
             placements = placements[::-1]
         else:
@@ -294,7 +295,7 @@ SHARD_FAULTS: dict[str, Fault] = {
         for kind in ("plain", "replicated", "columns", "mesh", "cut")
     },
 }
-# GRID_FAULTS are for matrices whose two dims are sharded over two mesh axes.
+# GRID_FAULTS apply to matrices that are sharded along both dims, over the two axes of a 2-D mesh.
 GRID_FAULTS: dict[str, Fault] = {
     "gradient crossed": Fault(_put("crossed"), r"rows: .*ranks \[\d.* gradient that is placed unlike the parameter"),
     "momentum crossed": Fault(
@@ -302,8 +303,8 @@ GRID_FAULTS: dict[str, Fault] = {
     ),
     "resharded, crossed": Fault(_swapped(_placed("crossed")), r"rows: |describe them differently"),
 }
-# WHOLE_FAULTS replace the optimizer. A new optimizer has not voted yet, so it finds all connected ranks only in layouts
-# where one set of ranks contains every rank.
+# WHOLE_FAULTS replace the optimizer. Before its first vote, an optimizer finds only the ranks with which it shares
+# parameters directly, so these faults are tested only in layouts where one rank set contains every rank.
 WHOLE_FAULTS: dict[str, Fault] = {
     "another size of buckets": Fault(_given(bucket_bytes=128), "describe them differently"),
     "another method": Fault(_given(method="torch"), "describe them differently"),
@@ -322,7 +323,7 @@ def _anew(job: Job) -> None:
 
 
 class Call(NamedTuple):
-    """A call on an optimizer, its preparation, and whether the call must detect every fault."""
+    """A call on an optimizer, a function that prepares the job for it, and whether the call must detect every fault."""
 
     call: Callable[[Job], object]
     before: Callable[[Job], object] = lambda job: None
@@ -337,7 +338,7 @@ CALLS = {
 }
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # maps a rank to the fault on that rank
-# the class and text of the error on a rank, and the names of the values that differ afterwards
+# the exception class and message on a rank, and the names of the values that differ afterwards
 Found = tuple[str, str, list[str]]
 
 
@@ -358,7 +359,8 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
             CALLS[call].call(job)
         except BaseException as refused:
             kind, text = type(refused).__name__, str(refused)
-            # Reading an AdamW group fills in its default options, so its keys for these options may differ.
+            # Reading an AdamW group fills in its default options, so these options may differ before and after the
+            # call.
             wrong = [f"refused: {key}" for key in unlike(before, job.held()) if not key.endswith(OF_ADAMW)]
         else:
             CALLS[call].call(twin)
@@ -377,7 +379,7 @@ def _component(layout: str, ranks: set[int]) -> set[int]:
 
 
 def _check(layout: str, call: str, rounds: Sequence[Round], everyone: Sequence[list[Found]]) -> int:
-    """Check the errors of all ranks, and return the number of rounds that were refused."""
+    """Check the errors of all ranks, and return in how many rounds the call was refused."""
     refused = 0
     for number, faults in enumerate(rounds):
         concerned = _component(layout, set(faults))
@@ -425,7 +427,8 @@ AGAINST_STATE = (
 )
 # The faults in FRESH do not depend on optimizer state, so a first step must detect them, too.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
-# Each case has a layout, a call, the number of ranks, the faults, and the least number of faults that must be refused.
+# Each case gives a layout, a call, the number of ranks, the faults of each round, and the minimum number of rounds that
+# must be refused.
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),
     ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::6]]), 31),

@@ -1,6 +1,7 @@
-"""An exception on one rank before the ranks have agreed on a call is raised promptly on all ranks, with its cause.
+"""Tests that an exception on one rank, before the ranks have agreed on a call, promptly raises an error on all ranks,
+and that every error names the cause.
 
-The functions in which to raise are found by tracing a successful call (`injection.py`).
+The functions in which to raise are found by tracing a successful call (see `injection.py`).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def _saved() -> Groups:
 
 
 def _everything() -> Groups:
-    """Return groups with shards over pairs of ranks, uneven rows that some ranks lack, and overlapping process groups
-    of which none contains all the others."""
+    """Return parameter groups that combine tensor-parallel shards on pairs of ranks, uneven row shards (some ranks
+    store no rows), and overlapping process groups, none of which contains all the others."""
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     parallel = {"tp_group": mesh.get_group(1), "process_group": mesh.get_group(0)}
     out: Groups = [
@@ -89,12 +90,15 @@ CPU = partial(
     momentum_dtype=torch.bfloat16,
     momentum_device="cpu",
 )
-# A first step is not tested with audits, because the audit would report that the test clears the state.
+# First steps are tested without audits: the test clears the optimizer state before each of them, which an audit would
+# report.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
-# With PLANT_STRIDE=1 an exception is raised in every function of the large jobs, which takes minutes.
+# By default, exceptions are raised in every 12th function of the large jobs. PLANT_STRIDE=1 raises them in every
+# function, which takes minutes.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
-# After every HEALTHY functions one call must succeed, which would fail if a refused call had left something behind.
+# After exceptions in HEALTHY functions, one undisturbed call must succeed. It would fail if a refused call had left
+# anything behind.
 HEALTHY = 8
 
 
@@ -105,7 +109,7 @@ class Case(NamedTuple):
         world: Number of ranks.
         jobs: Functions that make a job. Exceptions are raised only in functions that no earlier job has called.
         what: The name of the call.
-        least: The least number of exceptions that all ranks must raise.
+        least: The minimum number of injected exceptions that must raise an error on all ranks.
         stride: Exceptions are raised in every `stride`-th function.
     """
 
@@ -131,13 +135,13 @@ CASES = {
 
 
 class Calls(NamedTuple):
-    """The call of a job in which exceptions are raised.
+    """The call of one job in which exceptions are raised.
 
     Attributes:
-        job: The job.
-        call: The call.
-        begin, last: See `known_places`.
-        between: The preparation of each call, which takes a seed.
+        job: The job that makes the call.
+        call: Makes the call.
+        begin, last: The functions between which exceptions are raised, see `known_places`.
+        between: Prepares the job before each call. Takes a seed.
     """
 
     job: Job
@@ -147,7 +151,8 @@ class Calls(NamedTuple):
     between: Callable[[int], object]
 
     def before(self, at: int) -> None:
-        """Prepare the job for its next call. Before every `HEALTHY`-th call, make a successful call and a step."""
+        """Prepare the job for call number `at`. Before every `HEALTHY`-th call, also make an undisturbed call and a
+        step, which must both succeed."""
         if not at % HEALTHY:
             self.between(at)
             self.call()
@@ -168,7 +173,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
         optimizer.prepare()
         return Calls(job, optimizer.step, "step", None, lambda seed: optimizer.state.clear())
     if what == "plan":
-        # The first call fills the caches, because cached functions do not run again in later calls.
+        # Fill the caches first, since functions whose results are cached do not run again in later calls.
         optimizer.prepare()
         return Calls(job, optimizer.prepare, "renew", "_none", lambda seed: None)
     if what in ("save", "load"):
@@ -187,7 +192,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
         return Calls(job, saved_or_loaded, what, "_none", lambda seed: None)
     scaler = GradScaler("cpu", init_scale=4.0)
-    # The first call of `scale` creates the tensor of the scale.
+    # The first call of `scale` creates GradScaler's scale tensor.
     scaler.scale(torch.ones(()))
 
     def clip_or_unscale() -> None:
@@ -199,7 +204,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     def anew(seed: int) -> None:
         job.set_gradients(10 + seed)
-        # A gradient with another placement makes the ranks redistribute it between two exchanges of messages.
+        # If a gradient's placement differs from its parameter's, the ranks redistribute it between two message
+        # exchanges.
         if what == "clip twice":
             grad = job.model.shard.grad
             assert isinstance(grad, DTensor)
@@ -207,13 +213,13 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # No function is named "_none", so exceptions are raised up to the last exchange of messages.
+    # "_none" matches no function name, so exceptions are raised up to the last message exchange.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return the functions of the call, those whose exception passed unnoticed, and the number of exceptions that all
-    ranks raised."""
+    """Return the functions found in the call, those whose exception passed unnoticed, and the number of exceptions that
+    raised an error on all ranks."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -224,10 +230,11 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # A refused unscaling requires new gradients, and clipping may redistribute a gradient before its second
-        # exchange of messages, so gradients are not compared.
+        # Gradients are not compared. After a refused unscaling, gradients must be computed anew anyway, and clipping
+        # may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # DCP turns every exception, interrupts included, into one of its own class.
+        # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in its own class, so the
+        # exceptions in STAYS do not keep their type.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")
@@ -259,8 +266,7 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """Return the errors of clipping and of the step after it, with an exception on rank 1 after the last exchange of
-    messages about the norm."""
+    """Return the errors of clipping and of the next step when rank 1 raises after the ranks have agreed on the norm."""
     join(store)
     job = PLAIN()
     job.step(1)
@@ -336,7 +342,8 @@ def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
 def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_follows(
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """The hook raises after the other ranks have loaded all weights, so a step would continue without rank 1."""
+    """Rank 1's load hook raises after the other ranks have loaded all weights. Every rank must raise an error that
+    names rank 1, and must refuse the next step."""
     for (loading, stepping), changed in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping

@@ -1,4 +1,4 @@
-"""The plan of an optimizer, copies and pickles of optimizers, and fingerprints of tensors."""
+"""Tests of an optimizer's plan, copies and pickles of optimizers, and tensor fingerprints."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_the_plan_is_what_is_known() -> None:
 
 @pytest.mark.parametrize("given", [(0,), (), None], ids=str)
 def test_copies_and_pickles_take_every_attribute_of_the_constructor(given: tuple[int, ...] | None) -> None:
-    """A copy or a pickle may lose a process group that was assigned to a parameter group, so either value is accepted
-    for it."""
+    """Copies and pickles may drop the process group of a parameter group, so both the original value and None are
+    accepted."""
     options = {"method": "gram", "momentum_dtype": "int8"}
     optimizer = Job([{"params": [Spec("a", (6, 8))]}], **options).optimizer
     optimizer.prepare()
@@ -73,10 +73,10 @@ def _drifted(x: Tensor, where: Tensor, by: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("size", "count", "trials"), [(4, 4, 500), (64, 8, 3_000), (768, 4, 500), (40_000, 16, 100)])
 def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> None:
-    """Small drifts change the fingerprint of a tensor, which weaker checksums miss.
+    """A fingerprint must change when a few elements drift by one ulp.
 
-    A weighted sum of the words misses about 12 of the 3,000 drifts of size 64; a plain sum, or a sum of words times
-    their index, misses neighbouring elements that drift in opposite directions.
+    Weaker checksums miss some of these drifts: a weighted sum of the words misses about 12 of the 3,000 drifts of size
+    64, and a plain or index-weighted sum misses neighbouring elements that drift in opposite directions.
     """
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)

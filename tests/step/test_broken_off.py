@@ -1,7 +1,8 @@
-"""A rank that fails after all ranks have agreed on a step makes the other ranks raise an error that says what to do.
+"""Tests that when a rank fails after all ranks have agreed on a step, the other ranks raise an error that says what to
+do.
 
-Each case runs in new processes, with a long time-out so that a slow machine breaks no step, or a short one after the
-first step where only the time-out can end the wait.
+Each case runs in new processes. The time-out is long, so that a slow machine breaks no step. After the first step it is
+short in those cases where only the time-out can end the wait.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _job(layout: str) -> Job:
 
 
 def _wait_for_all(store: str, but: int | None = None) -> None:
-    """Wait until every rank, except `but`, has written its result file."""
+    """Wait until every rank except `but` has written its result file."""
     while not all(Path(f"{store}.{rank}").exists() for rank in range(4) if rank != but):
         time.sleep(0.02)
 
@@ -78,10 +79,10 @@ class Case(NamedTuple):
     Attributes:
         layout: The layout of the job.
         how: A key of `HOW`.
-        holder, name, calls: The rank fails after `calls` calls of the function `name` of `holder`; with 0, instead of
-            the first call.
-        says: A pattern of the errors of the other ranks.
-        own: A pattern of the error of the failing rank itself, if its process continues.
+        holder, name, calls: The rank fails after `calls` calls of `holder.name`, or instead of the first call if
+        `calls` is 0.
+        says: A pattern for the errors of the other ranks.
+        own: A pattern for the error of the failing rank itself, if its process survives.
     """
 
     layout: str
@@ -94,8 +95,8 @@ class Case(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """Time-out of the second step in seconds, which is short only where the other ranks cannot see that a process
-        has ended."""
+        """Time-out of the second step, in seconds. It is short only if the failing process stays alive, since the other
+        ranks must then wait for the time-out."""
         return SHORT if self.how == "hangs" or self.own.startswith(("E", "K")) else PATIENT
 
 
@@ -107,17 +108,18 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a pattern of the errors of a step in its phases `first` to `last`, in the order of `turns`."""
+    """Return a pattern for the error of a step that breaks off in any of the phases `first` to `last`, in the order of
+    `turns`."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case the rank fails in its second bucket. The arguments of `_in_turns` are the first and the last phase in
-# which another rank may notice the failure. The first is the oldest exchange that the dead rank may have left half
-# sent, or the first one that another rank starts after the failure; the last is the wait for the first exchange that
-# the dead rank never started. In "relay" the dead rank has its own results and has sent none of them on to the other
-# replica.
+# In each case the rank fails in its second bucket. `_in_turns` takes the first and the last phase in which another rank
+# may notice the failure. The first phase is that of the oldest exchange that the dead rank may have left half sent, or
+# of the first exchange that another rank starts after the failure. The last phase is the wait for the first exchange
+# that the dead rank never started. In "relay", the rank dies when it has its own results but has not yet sent any of
+# them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),
@@ -164,7 +166,7 @@ def _join(store: str, rank: int) -> None:
 
 
 def _set_timeout(seconds: float) -> None:
-    """Set the time-out of every process group and lane of this rank."""
+    """Set the time-out of every process group and communication lane of this rank."""
     limit = timedelta(seconds=seconds)
     c10d: Any = dist.distributed_c10d
     for group, ranks in c10d._world.pg_group_ranks.items():
@@ -195,8 +197,11 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 
 
 def main(rank: int, name: str, store: str) -> None:
-    """Make a step, a second one in which one rank fails, and a third; where all ranks live on, restore the state in a
-    new process group and compare with a twin."""
+    """Run a successful step, a step in which one rank fails, and a third step.
+
+    If the rank was only late, the job must match a twin job bitwise. If all processes survive an error, the job must do
+    so after its state is restored in a new process group.
+    """
     torch.set_num_threads(1)
     _join(store, rank)
     case, job = CASES[name], _job(CASES[name].layout)
@@ -204,7 +209,7 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        # Without state the norms are also reduced before the update.
+        # With the optimizer state cleared, the step also reduces the norms of weights before the update.
         job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)
@@ -217,7 +222,8 @@ def main(rank: int, name: str, store: str) -> None:
     Path(f"{store}.{rank}.part").write_bytes(pickle.dumps((seen, job.optimizer.broken)))
     Path(f"{store}.{rank}.part").rename(f"{store}.{rank}")
     if case.own:
-        # A process that continues must keep its connections open, so that the other ranks run into the time-out.
+        # A surviving process must keep its connections open, so that the other ranks time out instead of seeing the
+        # connections close.
         _wait_for_all(store)
     if name == "is late":
         twin = _job(case.layout)
@@ -247,10 +253,13 @@ _SCRIPT = "import sys\nfrom test_broken_off import main\nmain(int(sys.argv[1]), 
 @pytest.mark.apart
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
-    """The other ranks fail at once if a process has died, and after the time-out of the group if the process of the
-    failed rank continues. After a death in the middle of an exchange gloo may also report the failure to some ranks
-    only after the time-out. A rank that exchanges nothing with the failing rank completes the step, and its next vote
-    reports the missing rank."""
+    """Check when the other ranks notice the failure.
+
+    - If the process died, they fail at once. If it died in the middle of an exchange, gloo may delay the error on some
+    ranks until the time-out.
+    - If the process of the failed rank survives, they fail after the time-out of the process group.
+    - A rank that exchanges nothing with the failed rank completes the step, and its next vote reports the missing rank.
+    """
     case, store = CASES[name], str(tmp_path / "store")
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
     assert all(err == "" or code for code, _, err in ended), ended
@@ -298,7 +307,7 @@ def _scaled(optimizer: Muon) -> None:
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
     loop: Callable[[Muon], None], where: tuple[Any, str], error: BaseException, named: str
 ) -> None:
-    """A retry after a broken step is refused because it would update the momentum a second time."""
+    """A retry after a broken-off step must be refused, because it would update the momentum a second time."""
     job, twin = (Job([{"params": [Spec("a", (6, 8))]}, {"params": [Spec("v", (4,))], "use_muon": False}]) for _ in "12")
     for one in (job, twin):
         one.step(0)
@@ -329,7 +338,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 leaves after its first vote, and the step of rank 0 must fail."""
+    """Rank 1 leaves after its first vote, so the step of rank 0 must fail."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -343,7 +352,8 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """A pickle has the ranks of the optimizer's last vote, which are meaningless in another process."""
+    """The optimizer is pickled together with the ranks of its last vote (rank 0 alone), which mean nothing in the
+    processes that unpickle it."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

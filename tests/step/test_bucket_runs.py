@@ -1,4 +1,4 @@
-"""Steps of whole plans on simulated ranks, compared bit for bit with steps on whole tensors."""
+"""Tests of whole plans stepped on simulated ranks, compared bit for bit with steps on unsharded tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 
-# Each case has options, a dtype and the number of elements that one call updates at most.
+# Each case gives options, a dtype and the maximum number of elements that one call updates.
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {
     "plain": ({}, torch.float32, 1 << 17),
     "no nesterov": (
@@ -44,8 +44,8 @@ POLICIES += [Policy(9000, machine) for machine in MACHINES.values()]
 def test_simulated_ranks_have_the_bits_of_the_formula(
     model: list[tuple[ParamLayout, dict[str, Any]]], case: str, policy: Policy, seed: int
 ) -> None:
-    """The models, the bucket size and the portion per call are random; lr changes in each of three steps, and one
-    gradient is missing in the second."""
+    """The model, the options and the bucket size are random. The lr changes in each of three steps, and one gradient is
+    missing in the second."""
     options, dtype, portion = CASES[case]
     torch.manual_seed(seed)
     weights = [torch.randn(layout.view.shape).to(dtype) for layout, _ in model]
@@ -70,15 +70,15 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
 
 
 def _loads(view: MatrixView) -> list[Load]:
-    """Return the loads that copy all tiles of a whole tensor into a contiguous buffer, one after another."""
+    """Return loads that copy all tiles of an unsharded tensor into a contiguous buffer, one after another."""
     tiles = [tile for by_rank in ParamLayout.replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
     return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
 
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
-    """The storages are row-major, transposed, strided with an offset, and row-major again; the last buffer has the
-    tiles in reverse order."""
+    """The same `Side` reads storages that are row-major, transposed, strided with an offset, and row-major again. A
+    second `Side` reads tiles that are in reverse order in a buffer."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     loads, whole = _loads(view), torch.arange(48.0).view(6, 8)
     side = Side(loads, [view], [view.shape])

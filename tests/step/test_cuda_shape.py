@@ -1,6 +1,7 @@
-"""Steps on the simulated CUDA device of `cuda_shape.py`: values, kernel launches, host synchronizations and memory.
+"""Tests of steps on the simulated CUDA device of `cuda_shape.py`: values, kernel launches, host synchronizations and
+memory.
 
-The faults at the end are planted, and the simulated device must detect each of them.
+The faults at the end of the file are planted, and the simulated device must detect each of them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _values(tensor: Tensor) -> Tensor:
 def _made(
     cut: Cut = _there, which: Sequence[int] = range(len(SHAPES)), dtype: torch.dtype = FP32, **options: Any
 ) -> Job:
-    """Return a job with the parameters `which` of SHAPES, stored by `cut`."""
+    """Return a job with the parameters of SHAPES whose indices are in `which`, each stored as `cut` returns it."""
     specs = [Spec(f"{i}", SHAPES[i], cut, dtype=dtype) for i in which]
     kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
     groups = [{"params": [spec for spec in specs if len(spec.shape) == n], **kind} for n, kind in kinds.items()]
@@ -81,7 +82,8 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
     ids=str,
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """The shapes give batches of one and of several matrices, and rows with gaps between them."""
+    """The shapes give batches with one matrix and with several, and matrices whose rows have gaps between them in
+    memory."""
     here = _made(torch.clone, dtype=dtype, **options)
     before = _found(here)
     here.step(1)
@@ -92,11 +94,11 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The error is that of sums of at most 40 x 16 squares of a result of fifteen products, each with at most 40
-            # terms.
+            # The bound is for sums of at most 40 x 16 squares, where each squared value results from fifteen matmuls
+            # with at most 40 terms per element.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # Each side rounds ten operations, on steps of size lr.
+            # The AdamW updates on both devices round ten operations each, and an update is about as large as lr.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -129,7 +131,8 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # A tensor lr is rounded to fp32, so each of three steps adds a few roundings of a sum of |weight| and lr.
+        # An lr given as a tensor is rounded to fp32. In each of three steps, this adds a few roundings relative to
+        # |weight| + lr.
         assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
 
 
@@ -179,7 +182,7 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return this rank's shards after two steps, and the waits and uploads of the second step."""
+    """Return this rank's shards after two steps, and the host synchronizations and uploads of the second step."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
@@ -215,7 +218,8 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 
 
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
-    """Return the records of one steady step, the peak of its temporary memory in bytes, and its plan."""
+    """Return what the simulated device recorded in one steady-state step, the peak of the step's temporary memory in
+    bytes, and its plan."""
     d = 768
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     with CudaShape(ranks=ranks, values=False) as mode:
@@ -239,20 +243,20 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
     return mode, live.peak, optimizer.plan
 
 
-# Most kernel launches of a steady step, for 48 matrices and 50 vectors at d = 768. A batch takes 15 products, 6
-# launches to normalize (5 for a single matrix), 1 to fill it up with zeros if it is not full and 1 to write its result;
-# a batch of "gram" takes about 47 launches, half of them fp16 products split in two. Batches have the same size on
-# every layout, 4 matrices here, so that the bits of a matrix do not depend on the layout: one rank has 15 or 16
-# batches, and the first of 8 ranks has 4 or 5, of one or two matrices each. fp16 products that torch cannot write into
-# a given buffer are copied into aligned slots. A bucket with an exchange also launches momentum twice (for the matrices
-# to send, then for those that stay, while the exchange runs), one copy for each shape received and one copy of the
-# matrices to send.
+# Upper limits on the kernel launches of a steady-state step, for 48 matrices and 50 vectors at d = 768. A batch takes
+# 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad it with zeros if it is not full, and 1 to write
+# its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls that are split in two. Batches
+# have the same size on every layout (4 matrices here), so that the bits of a matrix do not depend on the layout: a
+# single rank has 15 or 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each. Where torch cannot
+# write an fp16 matmul into a given buffer, the result is copied into an aligned slot. A bucket with an exchange
+# launches momentum twice: for the matrices to send, and then, during the exchange, for the matrices that stay. It also
+# launches one copy for each shape received and one for the matrices to send.
 BUDGETS = {
     ("standard", 8): 76,
     ("standard", 1): 375,
     ("gram", 8): 182,
     ("gram", 1): 791,
-    ("auto", 8): 168,  # "auto" chooses "gram" where the Gram form needs fewer FLOPs
+    ("auto", 8): 168,  # "auto" picks "gram" only for shapes where it takes fewer FLOPs.
     ("auto", 1): 747,
 }
 
@@ -261,11 +265,11 @@ BUDGETS = {
 def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_it_must(
     method: Any, ranks: int
 ) -> None:
-    """The memory bound counts buffers of one owner's part of a bucket (32 MiB).
+    """The memory bound is a number of buffers, each as large as one owner's part of a bucket (32 MiB).
 
-    Two buffers are for exchanges, and three for the iterate before and after a product and for the transposed result;
-    the Gram form needs another one for its m x m matrices and other fp32 tensors. The bound adds one fp32 temporary of
-    momentum or update, which has at most 2^24 elements.
+    Two buffers are for exchanges. Three are for the iterate before and after a matmul and for the transposed result;
+    the Gram form needs a fourth for its m x m matrices and other fp32 tensors. The bound adds one fp32 temporary of at
+    most 2^24 elements for momentum or the update.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []
@@ -274,8 +278,8 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # The launches are the decay, one addition for each of up to three scales in a bucket, and the cast of bf16 results
-    # to fp32.
+    # The launches of a bucket are the weight decay, one addition for each of up to three scales, and the cast of bf16
+    # results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
     bucket, portion = 32 * 2**20, 4 * 2**24
@@ -283,9 +287,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
-# The most launches that a variant may add to a steady step of one rank, for 4 matrices of 4 shapes and for 16 matrices
-# of the same shapes. Each matrix is summed by its own launch, so that its bits do not depend on other matrices; all
-# other operations run on batches or lists.
+# Upper limits on the launches that a variant adds to a steady-state step of one rank: for 4 matrices of 4 shapes, and
+# for 16 matrices of the same shapes. Each matrix is summed in a launch of its own, so that its bits do not depend on
+# other matrices. All other operations run on batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 
@@ -299,7 +303,7 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 
 
 def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
-    """One foreach call updates all pairs of dense tensors, and each non-dense tensor takes launches of its own."""
+    """One foreach call updates all dense tensors at once. Only non-dense tensors take launches of their own."""
     with CudaShape(values=False) as mode:
         cut = torch.empty(16, 64, device=CUDA)[:, :32]
         params = [nn.Parameter(t) for t in (cut, *torch.empty(20, 16, 32, device=CUDA))]
@@ -351,7 +355,7 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
             lambda: torch.equal(x, x),
             torch.cuda.synchronize,
             lambda: x.copy_(torch.zeros(3)),
-            # A copy to memory that is not pinned waits for the device.
+            # A copy from the device to unpinned host memory waits for the device, even with non_blocking=True.
             lambda: torch.empty(3).copy_(x, non_blocking=True),
         ]
         for wait in waits:
@@ -377,7 +381,7 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
     assert launches_of("_foreach_mul_", (gaps, 2.0)) == 2, "not dense"
 
 
-# Each fault has the function to replace, its replacement, options, the number of ranks, and the record or error by
+# Each fault gives the function to replace, its replacement, options, the number of ranks, and the record or error by
 # which the simulated device must detect the fault.
 FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     "norms are summed on the CPU under NCCL": (
@@ -441,6 +445,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count(ranks, layers=1, **options)
             return
-        # The launch budgets are for the whole model of 12 layers.
+        # The launch budgets are for the full model of 12 layers.
         found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

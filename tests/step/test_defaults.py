@@ -1,6 +1,5 @@
-"""The process-wide default dtype and device of torch do not change the bits of a step, because every tensor is created
-with an explicit dtype and device.
-"""
+"""Tests that the process-wide default dtype and device of torch do not change the bits of a step, because every tensor
+is created with an explicit dtype and device."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def _steps(
     groups: list[dict[str, Any]] = [
         {"params": [("wide", params["wide"])], "variant": "cautious"},
         {"params": [("tall", params["tall"])]},
-        # An eps of 1e-8 is zero in fp16.
+        # An eps of 1e-8 would be zero in fp16.
         {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},
     ]
     with process_default(default):
@@ -69,7 +68,7 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ALONE, ids=str)
 def test_a_default_changes_no_bit_of_a_step(options: dict[str, Any]) -> None:
-    # Gradients near 1e-6 have quantization scales below 1e-7, which fp16 cannot represent.
+    # Gradients near 1e-6 have quantization scales below 1e-7, which fp16 cannot represent accurately.
     for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0), (FP64, 1.0)):
         expected = _steps("float32", options, dtype, scale)
         for name in DEFAULTS:
@@ -98,8 +97,8 @@ def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
 @pytest.mark.parametrize("how", ["loaded", "found"])
 def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
-    """A checkpoint written under another default dtype has scales of that dtype: the codes keep their values, and the
-    next scales are fp32."""
+    """A checkpoint written under another default dtype may contain int8 quantization scales of that dtype. The
+    optimizer must convert the scales to fp32 and take the same step as if they had always been fp32."""
     found = []
     for change in (how, ""):
         w = nn.Parameter(normal(8, 256, seed=1))
@@ -107,7 +106,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
         w.grad = normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]
-        # Rounding gives a value that both dtypes represent.
+        # Round the scale to a value that both dtypes represent exactly.
         state[SCALE] = state[SCALE].to(wrong).float()
         if change:
             state[SCALE] = state[SCALE].to(wrong)

@@ -1,6 +1,5 @@
-"""Updates are bit for bit the same on every layout: on 4 ranks, on a part of the layouts on 2 and 3 ranks, and on
-meshes of two and three axes on 8 ranks.
-"""
+"""Tests that updates are bitwise identical on every layout: on 4 ranks, for some layouts also on 2 and 3 ranks, and on
+meshes of two and three axes on 8 ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +31,13 @@ def _audited(layout: str, **given: Any) -> Comparison:
         return compare_with_dense(layout, audit_every=1, **given)
 
 
-# An owner batches fewer matrices than one process does, so a matrix has other neighbours and another slot in its batch.
+# An owner batches fewer matrices than a single process does, so a matrix has other neighbours and another slot in its
+# batch. Its bits must not change.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (compare_with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (compare_with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its Muon with the following options. All other names of scales are aliases of those tested
-    # here.
+    # TransformerEngine tests its Muon with the following options. Its other names for learning-rate scales are aliases
+    # of the scales tested here.
     (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (compare_with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
@@ -46,7 +46,7 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (compare_with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # An audit compares with its own dense reference, and raises if the results differ.
+    # An audit raises if the results differ from its own dense reference.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (compare_with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
@@ -69,7 +69,7 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
 )
 @on_ranks(4)
 def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, options: dict[str, Any]) -> None:
-    """The result also equals that of torch.optim.Muon for options that torch supports."""
+    """For options that torch supports, the result also equals that of torch.optim.Muon."""
     found = compare(layout, lr=0.02, steps=2, **options)
     assert (found.bitwise, found.max_difference) == (True, 0.0)
 
@@ -96,14 +96,14 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first build fixes how later tensors are sharded.
+        # The first call of `build` determines how later tensors are sharded.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)
         assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
 
 
 def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return everything that an optimizer can read from a tensor, and from a parameter made of the tensor."""
+    """Return everything that an optimizer can read from a tensor, and from a parameter made from it."""
     found: list[object] = []
     for t in (tensor, parameters({"": tensor})[""]):
         local = t.detach().to_local() if isinstance(t, DTensor) else t.detach()
@@ -116,8 +116,8 @@ def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
-    """A step has one vote and two exchanges. With sharded replicas a third exchange passes results on to the replicas,
-    and with whole replicas a single exchange does."""
+    """A step has one vote and two exchanges. With sharded replicas, a third exchange passes results on to the other
+    replicas. With unsharded replicas, a single exchange suffices."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
     assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(LAYOUTS[layout].exchanges, 1)}
@@ -131,7 +131,8 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `compare_with_dense` sets the method to "standard"; "auto" would assign owners by the cost of its choices.
+        # `compare_with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
+        # the chosen methods.
     )
     return found.traffic.bytes_sent
 
@@ -148,8 +149,8 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
 
 @on_ranks(2)
 def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
-    """This is a negative control: the results of products are rounded to fp16 on one rank, but not in the dense
-    reference on that rank."""
+    """Negative control: on rank 1, matmul results are rounded to fp16 in the sharded step but not in the dense
+    reference, so every rank must report a difference."""
     init, sharded = Products.__init__, [False]
     step = Muon.step
 
@@ -173,9 +174,8 @@ def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    # Both optimizers round every product to bf16, but one normalizes before the cast to bf16 and the other after it, so
-    # some roundings differ.
-    # Larger bf16 weights would round the update away.
+    # Both optimizers round every matmul to bf16, but one normalizes before the cast to bf16 and the other after it, so
+    # some roundings differ. The weights start at zero, because larger bf16 weights would round the update away.
     start = torch.zeros(shape, dtype=dtype)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -202,7 +202,7 @@ def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> No
 
 @on_ranks(3)
 def test_replicas_that_exchange_nothing_agree_before_a_step() -> None:
-    """All ranks refuse a step if one rank lacks a gradient, or if only one rank asked for an audit."""
+    """All ranks must refuse a step if one rank lacks a gradient, or if only one rank asked for an audit."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
     with by_rates(APART):

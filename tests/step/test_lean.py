@@ -1,4 +1,5 @@
-"""Overhead of a step in kernel launches and Python calls, which do not depend on the load of the machine."""
+"""Tests of the overhead of a step, measured in kernel launches and Python calls, which do not depend on the load of the
+machine."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from shardmuon.step.update import Work
 
 
 def _optimizer(shapes: list[tuple[int, ...]], method: Any = "standard", cut: Cut = torch.clone, **options: Any) -> Muon:
-    """Return an optimizer that has made its plan and its first steps."""
+    """Return an optimizer that has made its plan and taken two steps."""
     specs = [Spec(f"w{i}", shape, cut) for i, shape in enumerate(shapes)]
     groups = [{"params": [s for s in specs if len(s.shape) == n], "use_muon": n == 2} for n in (2, 1)]
     job = Job([group for group in groups if group["params"]], method=method, ns_dtype=torch.float32, **options)
@@ -52,7 +53,7 @@ def test_launches_grow_with_shapes_not_with_matrices(method: str) -> None:
 
 
 def _calls(step: Callable[[], Any]) -> int:
-    """Count the Python and C functions that a call of `step` runs."""
+    """Count the Python and C function calls made by `step`."""
     calls = 0
 
     def watch(frame: Any, event: str, arg: Any) -> None:
@@ -76,12 +77,13 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
-    # Of the 28 calls per matrix, 16 are overhead; the others are for products, which take some 500 calls per batch of
+    # Of the 28 calls per matrix, 16 are overhead. The others belong to matmuls, which take some 500 calls per batch of
     # 64 matrices.
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
-    # Vectors of 8 elements do not fill a SIMD vector, so the optimizer copies them side by side first.
+    # A vector of 8 elements is shorter than the 64 bytes of a SIMD register, so the optimizer first copies such vectors
+    # into one padded buffer, which takes extra calls.
     assert (count(64, 192, size=8) - count(64, 64, size=8)) / 128 <= 55
     wide: Any = {"cut": Tensor.bfloat16, "momentum_dtype": torch.float32}
     assert (count(192, **wide) - count(64, **wide)) / 128 <= 32
@@ -95,10 +97,10 @@ def test_python_per_dtensor_is_bounded() -> None:
 
 @pytest.mark.parametrize(("replicas", "shards", "passed"), [(1, 64, 0), (1, 1024, 0), (2, 32, 16), (16, 64, 30)])
 def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int, passed: int) -> None:
-    """The rank with the most work owns one or two of 72 matrices and stores a shard of each.
+    """The busiest rank owns one or two of 72 matrices and stores a shard of each matrix.
 
     The matrices have four shapes, one of which does not divide evenly. More replicas only add copies of the results
-    that the owner passes on to other replicas: `passed` counts these copies, after adjacent ones are joined.
+    that the owner passes on to other replicas: `passed` counts these copies, after adjacent ones are merged.
     """
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]
@@ -129,7 +131,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
 
 
 def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
-    """Each step must use the current storages of weights, gradients and momentum, and not those of an earlier step."""
+    """Each step must use the current storages of weights, gradients and momentum, not those of an earlier step."""
     optimizer = _optimizer([(8, 16)] * 3)
     p, plan = optimizer.param_groups[0]["params"][1], optimizer.plan
     for shape, dtype in (((8, 16), torch.float32), ((8, 16), torch.bfloat16), ((4, 16), torch.bfloat16)):

@@ -1,6 +1,7 @@
-"""Training loops with micro-batches, unused layers and loss scaling give the update of one process.
+"""Tests that training loops with micro-batches, unused layers and loss scaling give the same update as a single
+process.
 
-The gradients of these models are small whole numbers, so that every order of summation gives the same bits.
+The gradients of these models are small integers, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
 
 class _Net(nn.Module):
-    """A model whose weights are whole numbers; some batches skip the layer `side`."""
+    """A model with integer weights. Some batches skip the layer `side`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +54,15 @@ def _batch(step: int, micro: int, rank: int) -> Tensor:
     return _whole(2, 6, seed=1000 * step + 100 * micro + rank)
 
 
-# In this step no batch uses the layer `side`.
+# The step in which no batch uses the layer `side`.
 UNUSED = 1
 MICROS = 3
 
 
 def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
-    """Return the weights after three steps, each on the mean over ranks of the gradients summed over micro-batches.
+    """Return the weights after three steps. Gradients are summed over micro-batches and averaged over ranks.
 
-    `engine` is the name of a layout, or "alone" for one process.
+    `engine` is the name of a layout, or "alone" for a single process.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     net = _Net()
@@ -87,7 +88,7 @@ def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         with torch.no_grad():
-            # Rounding weights to quarters keeps the next gradients exact.
+            # Rounding the weights to multiples of 1/4 keeps the next gradients exact.
             for local in map(local_if_any, net.parameters()):
                 local.copy_((local * 4).round().clamp(-8, 8) / 4)
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in net.parameters()]
@@ -119,7 +120,7 @@ def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
 
 def _scaler(kind: type = GradScaler, **options: Any) -> Any:
     scaler = kind("cpu", init_scale=1024.0, growth_interval=2, **options)
-    # The first call of `scale` creates the scale, as the loss does in a training loop.
+    # The first call of `scale` creates the scale tensor. In a training loop, scaling the loss does that.
     scaler.scale(torch.ones(()))
     return scaler
 
@@ -140,7 +141,7 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
     groups, scales = _scaled(layouts, vectors_only), []
     job, dense, scaler = Job(groups, **LAYOUTS[layouts[0]].options(dist.get_world_size())), whole(groups), _scaler()
     for seed in range(1, 6):
-        # Seed 1 skips a step before the optimizer has any state.
+        # With seed 1, a step is skipped before the optimizer has any state.
         infinite = seed in (1, 4)
         job.set_gradients(seed)
         dense.set_gradients(seed)
@@ -167,7 +168,8 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
 
 @on_ranks(4)
 def test_ranks_that_share_nothing_with_the_bad_gradient_skip_and_lower_their_scale() -> None:
-    """Ranks 2 and 3 do not share the parameter with the infinite gradient, and have no gradients."""
+    """Ranks 2 and 3 have no gradients and share no parameter with rank 0, whose gradient is infinite. They must still
+    skip the step and lower their scale."""
     rank, mesh = dist.get_rank(), mesh_of((2, 2))
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["a1"], [Shard(0)], src_data_rank=None))
     optimizer, scaler = Muon([param], lr=0.1), _scaler()
@@ -193,8 +195,8 @@ def test_gradients_that_cannot_be_unscaled_on_one_rank_are_refused_on_all(kind: 
 
 
 def test_torchs_question_for_infinities_alone_takes_fp16_gradients() -> None:
-    """`GradScaler` calls this check for optimizers that unscale gradients themselves; the check does not unscale, so
-    fp16 gradients lose no bits."""
+    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. As this check does
+    not modify gradients, it must accept fp16 gradients."""
     params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(2)]
     params[0].grad = torch.full((4, 4), 2.0, dtype=torch.float16)
     scaler, optimizer = _scaler(), Muon([("a", params[0]), ("b", params[1])], lr=1e-3)

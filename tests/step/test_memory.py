@@ -1,4 +1,5 @@
-"""Memory of the state and of a step: upper bounds, CPU offloading, and momentum stored on the CPU."""
+"""Tests of memory: upper bounds for the optimizer state and for a step, CPU offloading, and momentum stored on
+the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12
 
 
 def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int]:
-    """Return the peak memory of the second step and the peak that `shardmuon plan` estimates, with fp32 products and
+    """Return the peak memory of the second step and the peak that `shardmuon plan` estimates, with fp32 matmuls and
     exchanges."""
     given: dict[str, Any] = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "method": "standard", "ns_dtype": FP32}
     given |= options | LAYOUTS[layout].options(dist.get_world_size())
@@ -62,13 +63,14 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
     # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # Two buckets are in flight and the work space has half their size, three bucket sizes in total: once for matrices,
-    # and once for the data that is sent or received (four times with two replicas, which exchange data twice).
+    # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This much is
+    # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,
+    # which exchange data twice).
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)
-    # A smaller limit on buckets must not take more memory. The planner chooses bucket sizes by estimated time, so
-    # buckets may be smaller than the limit.
+    # A smaller bucket limit must not take more memory. The peaks may be equal, because the planner chooses bucket sizes
+    # by estimated time and may stay below the limit.
     assert max(p for p, *_ in small) <= max(p for p, *_ in large)
 
 
@@ -92,7 +94,8 @@ def _net() -> nn.Sequential:
 )
 @on_ranks(2)
 def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any], options: dict[str, Any]) -> None:
-    """Compare three steps with one process that has the same gradients, all of them in fp32 on the CPU."""
+    """Compare three steps with a single-process run on the same gradients. All weights, gradients and momentum must be
+    fp32 and on the CPU."""
     net, twin = _net(), _net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)
@@ -113,8 +116,8 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any
 
 @on_ranks(2)
 def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
-    """The state is made as CPUOffloadPolicy would make it on a CUDA mesh, but without a CUDA device: a DTensor whose
-    storage is on the CPU."""
+    """Build the DTensor that CPUOffloadPolicy would create on a CUDA mesh, with its storage on the CPU, so that the
+    test needs no CUDA device."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
     w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))
@@ -128,7 +131,7 @@ def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("config", "preferred", "wire", "talk"),
     [
-        # gloo has no all-to-all for CUDA tensors.
+        # gloo has no all-to-all for CUDA tensors, so data is exchanged in CPU buffers.
         ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda", "cpu"),
         ("cuda:nccl", "cuda", "cuda", "cuda:1"),
@@ -150,8 +153,8 @@ def test_buffers_live_where_the_group_can_move_them(
 
 
 def _offloaded_over_nccl() -> bool:
-    """Step FSDP2 shards that are offloaded to the CPU, with NCCL as the only backend, and return whether every weight
-    changed."""
+    """Take one step with FSDP2's CPU offloading and NCCL as the only backend. Returns whether every weight has changed
+    and is still on the CPU."""
     net = _net().cuda()
     with meshes_on("cuda"):
         fully_shard(net, mesh=mesh_of((1,)), offload_policy=CPUOffloadPolicy())

@@ -1,4 +1,5 @@
-"""Memory that outlives a step: the tables of docs/kept.md are complete, and memory is freed when the tables say so."""
+"""Tests of the memory that is kept between steps: the tables in docs/kept.md list all of it, and it is freed when the
+tables say so."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ TABLE = ROOT / "docs" / "kept.md"
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """Return the cells of each row in the table of docs/kept.md under a heading."""
+    """Return the cells of each row of the table under `heading` in docs/kept.md."""
     section = TABLE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"][
         2:
@@ -58,7 +59,7 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
 MATRICES = {"params": [Spec("wide", (6, 9)), Spec("tall", (10, 4))], "variant": "normuon+hyperball"}
-# Similar changes on ranks are tested in test_sequences.py.
+# The tests below change variants in a single process. test_sequences.py changes them on several ranks.
 GROUPS = [MATRICES, {"params": [Spec("gain", (9,))], "use_muon": False}]
 
 

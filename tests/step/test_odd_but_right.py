@@ -1,6 +1,5 @@
-"""Unusual but valid shards and gradients are stepped as in one process, and storage that contradicts its placements is
-refused.
-"""
+"""Tests that unusual but valid shards and gradients give the same step as a single process, and that storage that
+contradicts its placements is refused."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ def _rows(cut: Callable[[], Cut], *shapes: tuple[int, int]) -> Callable[[], list
 
 
 def _megatron(layout: str, dtype: torch.dtype, **options: Any) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that makes groups of matrices and a stack, of which some ranks store nothing and have no
-    gradient."""
+    """Return a function that makes parameter groups of matrices and a stack. Some ranks store no elements of them and
+    have no gradient."""
 
     def groups() -> list[dict[str, Any]]:
         few, many, stack = (
@@ -52,9 +51,9 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Return groups over overlapping sets of ranks: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
+    """Return groups over overlapping rank sets: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
 
-    Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1, and rank 3 has none.
+    Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1 while rank 3 has none.
     """
     sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
     # Making a mesh is collective, so every rank makes all meshes.
@@ -86,7 +85,7 @@ CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "megatron-fsdp+tp in bf16": _megatron("megatron-fsdp+tp", torch.bfloat16, variant="muon_eq+normuon"),
 }
 OF_ALL: dict[str, dict[str, Any]] = {
-    # With this size two buckets are in flight at a time.
+    # With this bucket size, two buckets are in flight at a time.
     "sets of ranks that cross": {"bucket_bytes": 300},
     "megatron-fsdp hfsdp": {"stochastic_rounding": True, "momentum_dtype": torch.float32},
 }
@@ -95,14 +94,14 @@ OF_ALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CUTS)
 @on_ranks(4)
 def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> None:
-    """A parameter is skipped if no rank has its gradient, and refused if one rank lacks the gradient, even if that rank
-    stores no elements of the parameter."""
+    """A parameter is skipped if no rank has a gradient for it. The step is refused if one rank lacks a gradient that
+    other ranks have, even if that rank stores no elements of the parameter."""
     groups, options = CUTS[name](), OF_ALL.get(name, {})
     job, dense = Job(groups, **options), whole(groups, **options)
     for seed in (1, 2, 3, 4):
         for one in (job, dense):
             one.set_gradients(seed)
-            # Two parameters are skipped in steps 1 and 3, and no state is made for them in step 1.
+            # Two parameters have no gradient in steps 1 and 3. Skipping them in step 1 must not create state.
             if seed in (1, 3):
                 one.first.grad = one.adamw.grad = None
         before = local_if_any(job.first).detach().clone()
@@ -125,7 +124,7 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
 
 
 def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
-    """A parameter is stepped if it has a gradient, even if requires_grad is False."""
+    """As in torch.optim.Muon, a parameter with a gradient is stepped even if requires_grad is False."""
     groups = [{"params": [Spec("a", (9, 7)), Spec("b", (6, 10))]}]
     mine, theirs = Job(groups, lr=0.1, method="torch"), Job(groups)
     torchs = torch.optim.Muon(list(theirs.specs), lr=0.1)
@@ -154,10 +153,11 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 )
 @on_ranks(4)
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
-    """One kind of gradient is still in flight in an async collective, under another default device.
+    """All ranks place a gradient differently from its parameter, and the step must redistribute it.
 
-    Equal partial sums on a power of two of ranks add up without rounding. At the end an AdamW vector is stepped on the
-    ranks that have a gradient for it, and on no other rank.
+    One kind of gradient is still in flight in an async collective, and the step runs under another default device.
+    Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the end, an AdamW
+    vector must be stepped on exactly those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
@@ -195,8 +195,8 @@ def test_a_gradient_placed_otherwise_is_no_fault_of_ranks_outside_of_its_mesh() 
 # ----------------------------------------------------------------------- storage that is not what the placements claim
 
 ROWS, OTHER_ROWS = [Replicate(), Shard(0)], [Shard(0), Replicate()]
-# Each case has the shape of a mesh, the placements, the placements on rank 1, the first row and the number of rows (of
-# 9) that each rank stores, and a part of the error message.
+# Each case gives a mesh shape, the placements, the placements on rank 1, the first row and the number of rows (of 9)
+# that each rank stores, and a part of the error message.
 LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int, int]], str]] = {
     "two axes": (
         (2, 2),
@@ -232,7 +232,7 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
 
 
 def _refused_at_first(named: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """Return the error of a first step, after checking that the step changed no weight and made no state."""
+    """Return the error of a first step, after checking that the step changed no weight and created no state."""
     optimizer = Muon(named, lr=0.1)
     params = optimizer.param_groups[0]["params"]
     before = [local_if_any(p).detach().clone() for p in params]
@@ -275,8 +275,8 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """Rank 1 rounds products to another dtype, or has a table of machine rates with which more buckets are cheaper. The
-    step succeeds if the options fix the dtype of products."""
+    """Rank 1 either rounds matmuls to another dtype or has a table of machine rates that favors more buckets. The first
+    step must be refused, unless the options fix the matmul dtype and nothing else differs."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:
@@ -300,8 +300,8 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
 @pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
 @on_ranks(4)
 def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str) -> None:
-    """Rank 3 steps two optimizers in the opposite order; afterwards all ranks step them in the same order and compare
-    the results with twins."""
+    """Rank 3 steps two optimizers in the opposite order, which must be refused. Afterwards all ranks step them in the
+    same order, and the results must equal those of twin optimizers."""
     jobs = [Job(layout_of(layout)) for _ in range(4)]
     for one in jobs:
         one.step(0)

@@ -1,4 +1,4 @@
-"""Updates with default options have the same bits in a fresh process and on every kind of layout."""
+"""Tests that updates with default options are bitwise identical in a fresh process and on every kind of layout."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, str], world2: RankPool) -> None:
-    """A matrix has other neighbours in its batch, or none, in this process, on ranks and in a fresh process."""
+    """A matrix must have the same bits with an optimizer of its own, in an optimizer with others, on each of two ranks,
+    and in a fresh process."""
     assert stepped_alone() == fresh
     assert stepped_alone(apart=True) == fresh
     assert world2.run(stepped_alone) == [fresh, fresh]
 
 
-# The layouts in KINDS run on 4 ranks with both dtypes of products. The layouts in FEW run with one dtype only, because
-# the owners of matrices do not depend on how products are rounded.
+# The layouts in KINDS run on 4 ranks with both matmul dtypes. The layouts in FEW run with one dtype only, because the
+# owners of matrices do not depend on how matmuls are rounded.
 KINDS = (
     "fsdp2",
     "ddp",

@@ -1,4 +1,4 @@
-"""Work of a step besides matrix products: the number of passes over memory, and the accuracy of norms."""
+"""Tests of the work of a step besides matmuls: the number of passes over memory, and the accuracy of norms."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Passes(TorchDispatchMode):
-    """A counter, by name, of the operations that read or write a tensor of at least `size` elements; views do not
-    count.
+    """Counts, by name, the operations that read or write a tensor of at least `size` elements. Views do not count.
 
-    An operation on lists counts once for each large tensor of its first list.
+    A foreach operation counts once for each large tensor in its first list.
     """
 
     def __init__(self, size: int) -> None:
@@ -56,7 +55,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Count the passes over a matrix in a second step, except matrix products."""
+    """Count the passes over a matrix in a second step, except those of matmuls."""
     job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
     job.step(1)
     with Passes(rows * cols) as passes:
@@ -67,8 +66,8 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=str)
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     """A step makes seven passes over a matrix, wide or tall: two for momentum (the buffer and the Nesterov update), and
-    one each for the copy to the batch, the norm, the division, the copy back and the update of the weight. The sizes
-    are multiples of the chunks in which a norm is computed, so that a norm is a single operation."""
+    one each for the copy to the batch, the norm, the division, the copy back and the update of the weight. The
+    shapes are multiples of the chunk size of norms, so that a norm is a single operation."""
     found = Counter(name.rstrip("_") for name in _passes(*shape, method="standard").elements())
     wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1, "copy": 1}
     assert found == wanted
@@ -96,9 +95,9 @@ def _reference(x: Tensor) -> Tensor:
 def test_both_forms_of_the_norm_are_right_at_any_scale(
     factor: float, count: int, dtype: torch.dtype, form: Any
 ) -> None:
-    """The tolerance counts the roundings of the norm and the quotient to fp32, 2^-24 each, and the rounding to `dtype`.
+    """The tolerance counts the roundings of the norm and the quotient to fp32 (2^-24 each) and the rounding to `dtype`.
     The sum of 24 x 40 squares, added pairwise or in 16 SIMD lanes, has at most 60 roundings, which the square root
-    halves: 32 * 2^-24 is enough for all of them."""
+    halves, so 32 * 2^-24 covers all of them."""
     x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
     found = form(x.mT, dtype)
     assert found.dtype == dtype
@@ -108,7 +107,7 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
     wanted = _reference(x.mT)
     assert float((found.double() - wanted).abs().max()) <= bound * float(wanted.abs().max())
     info = torch.finfo(dtype)
-    # A matrix may be all zeros only if the factor is below all positive numbers of the dtype.
+    # The cast to `dtype` may flush the whole input to zero only if `factor` is below the smallest subnormal of `dtype`.
     assert (x != 0).any() or factor < info.smallest_normal * info.eps
 
 
@@ -123,7 +122,7 @@ def test_zeros_stay_and_bad_entries_spoil_all_of_their_own_matrix(form: Any) -> 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
-    """The bits of a matrix do not depend on whether its neighbour in the batch needs scaling."""
+    """A matrix must have the same bits whether or not a neighbour in its batch needs scaling."""
     x = normal(3, 24, 40).to(dtype)
     plain = normalize(x, dtype)
     for neighbour in (0.0, 1e-38, 1e38):
@@ -137,8 +136,8 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gram form halves the FLOPs, but in fp32 this gains nothing if bf16 products run at several times the rate of
-    fp32."""
+    """The Gram form halves the FLOPs but would run in fp32, so it is not chosen if bf16 matmuls run at several times
+    the rate of fp32."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
     found = Chooser("auto", None).choice(384, 1536, KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
@@ -160,8 +159,8 @@ def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
-    """Each of four ranks orthogonalizes two of eight replicated matrices, and only updates the momentum of the other
-    six."""
+    """Each of four ranks orthogonalizes two of eight replicated matrices. For the other six, it only updates the
+    momentum."""
     shape = (16, 24)
     layout = ParamLayout.replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
@@ -176,15 +175,15 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128), (256, 256)], ids=str)
 def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
-    """Any number of stages after the orthogonalization takes one pass to read a matrix and one to scale it, and
-    Hyperball one for the norm and one for the scale of the weights. The row norms of MuonEq replace the norm of the
-    matrix, and its scaled result replaces the divided copy."""
+    """All post-processing stages together take one pass to read a matrix and one to scale it. Hyperball adds one pass
+    for the norm of the weights and one to scale them. MuonEq's row norms replace the norm of the matrix, and its
+    scaled result replaces the divided copy."""
     how = {"method": "standard"}
     plain = _passes(*shape, **how)
     of_weights = {"_foreach_norm": 1, "_foreach_mul_": 1}
     once = Counter({"_foreach_norm": 1, "mul_": 1})
     assert _passes(*shape, **how, variant="hyperball") == plain + once + Counter(of_weights)
-    # Columns are squared in one pass and summed in another, after a conversion to fp32 if the products are bf16.
+    # Column norms take one pass to square and one to sum, after a conversion to fp32 if matmuls are in bf16.
     columns, half = shape[0] < shape[1], cpu_has_bf16_matmul()
     lines = Counter(["pow", "sum"] + ["_to_copy"] * half if columns else ["linalg_vector_norm"]) + Counter(["mul_"])
     assert _passes(*shape, **how, variant="normuon") == plain + lines
@@ -195,7 +194,7 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(37, 101), (101, 37), (1, 9), (9, 1), (64, 64)], ids=str)
 def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """A sum of positive terms has at most one rounding for each term; six more are for the squares and the root."""
+    """A sum of n positive terms has at most n roundings. Six more are for the squares and the root."""
     wide = torch.float64 if dtype == torch.float64 else FP32
     for turned in (False, True):
         x = normal(1, *shape).to(dtype)
@@ -214,8 +213,9 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """Rows differ by sixteen orders of magnitude, some rows are zero, and one matrix has an infinite entry. The batched
-    form for accelerators and the form for CPUs, which takes one matrix at a time, must both be right."""
+    """In fp64, rows differ by sixteen orders of magnitude. Some rows are zero, one matrix is all zeros, and one has an
+    infinite entry. The batched form for accelerators and the form for CPUs, which takes one matrix at a time, must
+    both be accurate."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)
@@ -231,7 +231,8 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
     _unit_anyway_(x)
-    # The roundings are those of the sum of 40 squares, two roots, their product, its reciprocal and the final product.
+    # The roundings are those of a sum of 40 squares, two square roots, their product, its reciprocal and the final
+    # product.
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):
         assert_rounded(found[:3], rows[:3], roundings=few, dtype=dtype)

@@ -1,6 +1,5 @@
-"""The fast path of validation finds the same as the full checks, and tiles and momentum are handled in batches without
-changing any bit.
-"""
+"""Tests that the fast path of validation gives the same result as the full checks, and that handling tiles and momentum
+in batches changes no bit."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# TOLD has patterns for the error messages of some changes.
+# TOLD maps some of the changes to patterns for their error messages.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",
@@ -157,8 +156,8 @@ def test_a_glance_finds_what_a_closer_look_finds(
 
 
 def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A foreach operation on tensors of two accelerators would put the results on the first one. The device "meta"
-    stands in for a second accelerator."""
+    """A foreach operation on tensors of two accelerators would put all results on the first one, so validation must
+    distinguish devices. The device "meta" stands in for a second accelerator."""
     params = [nn.Parameter(torch.ones(6, 8, device=device)) for device in ("cpu", "meta")]
     optimizer = Muon(params, lr=0.1)
     optimizer.prepare()

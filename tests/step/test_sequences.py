@@ -1,8 +1,8 @@
-"""Random sequences of events around an optimizer, compared bit for bit with a reference that makes a new dense
+"""Tests of random sequences of events around an optimizer, compared bit for bit with a reference that makes a new dense
 optimizer for every step.
 
-The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors, on
-all ranks or, where the other ranks need not know, on some.
+The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. They
+happen on all ranks or, where the other ranks need not take part, on some.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STORED: list[dict[str, Any]] = [
 FORMS: dict[str, Cut] = {
     "rows": torch.clone,
     "columns": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t.clone(),
-    # The gradient of `weight.sum()` is stored as one expanded row.
+    # The gradient is a single row expanded to all rows, as `weight.sum(0)` produces in backward.
     "one row": lambda t: t[:1].expand_as(t),
 }
 
@@ -101,17 +101,18 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """A snapshot to which a job can return: weights and state by name, and the groups that are in use or removed."""
+    """A snapshot to which a job can return: weights and state by name, the groups in the optimizer, and the removed
+    groups."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]
     away: list[Group] = field(default_factory=list)
-    files: Path | None = None  # the folder of a checkpoint
-    states: Any = None  # state dicts of the model and the optimizer, if there is no checkpoint
+    files: Path | None = None  # the checkpoint folder, if the snapshot was saved to files
+    states: Any = None  # state dicts of the model and the optimizer, if the snapshot was not saved to files
 
 
 class Sequence:
-    """A job and its reference, to which the same events happen. All ranks draw the same events."""
+    """A job and its reference, which go through the same random events. All ranks draw the same events."""
 
     def __init__(self, seed: int, folder: Path, layout: str) -> None:
         self.chance, self.folder, self.layout = random.Random(seed), folder, layout
@@ -125,7 +126,7 @@ class Sequence:
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
         made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
         for options in made:
-            # The constructor refuses momentum and variant in AdamW groups.
+            # The constructor refuses `momentum` and `variant` in AdamW groups.
             if not options["use_muon"]:
                 options.pop("momentum", None)
                 options.pop("variant", None)
@@ -144,7 +145,7 @@ class Sequence:
         return {spec.name: p for p, spec in self.job.specs.items()}
 
     def _at(self, group: Group) -> int | None:
-        """Return the index of a group in the optimizer, or None if this rank does not have the group."""
+        """Return the group's index in this rank's optimizer, or None if this rank does not have the group."""
         firsts = [of["param_names"][0] for of in self.job.groups]
         return firsts.index(group.specs[0].name) if self.rank in group.ranks else None
 
@@ -158,16 +159,16 @@ class Sequence:
             del self.job.groups[at]
 
     def _concerned(self, *, anew: bool = False) -> bool:
-        """Draw a random subset of ranks, and return True if this rank is in the subset.
+        """Draw a random subset of ranks, and return whether this rank is in the subset.
 
-        With `anew` every rank of a chain is drawn, because a new optimizer has not voted yet and no set contains all
-        ranks.
+        With `anew`, every rank of the "chain" layout is drawn: a new optimizer has not voted yet, and no rank set of
+        the chain contains all ranks.
         """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """Return the weight and state of a parameter, without state that another optimizer or another variant left
+        """Return the expected weight and state of a parameter, without state that a former optimizer or variant left
         behind."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
@@ -177,7 +178,7 @@ class Sequence:
         return {key: value for key, value in known.items() if key not in stale}
 
     def backward(self, missing: bool = False) -> dict[str, Tensor]:
-        """Set the gradients of the job, and return them as whole tensors."""
+        """Set the gradients of the job, and return them as full tensors."""
         self.batch += 1
         form, turned = self.chance.choice(list(FORMS)), self._concerned()
         names = sorted({spec.name for group in self.now.groups for spec in group.specs} - self.frozen)
@@ -210,7 +211,8 @@ class Sequence:
         self.now.named |= {name: of for name, of in quiet.named().items() if name in grads}
 
     def compare(self) -> None:
-        """Assert that all bits equal those of the reference, except for zero state that saving has made."""
+        """Assert that weights and state match the reference bitwise, except for all-zero state that saving has
+        created."""
         made = {
             f"{name}: {key}"
             for name, of in self.job.named().items()
@@ -229,7 +231,7 @@ class Sequence:
         self.train(missing=True)
 
     def train_with_options_in_other_words(self) -> None:
-        """Some ranks give the same options as other types, such as an lr that is a tensor."""
+        """On some ranks, give the same options as other types, such as the lr as a tensor, and take a step."""
         before = [dict(group) for group in self.job.groups]
         if self._concerned():
             for group in self.job.groups:
@@ -237,7 +239,7 @@ class Sequence:
                 group["lr"] = float(lr) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
                 if group["use_muon"]:
                     group["ns_coefficients"] = [list(row) for row in [(3.4445, -4.7750, 2.0315)] * 5]
-                    # Matrices do not depend on AdamW's betas.
+                    # AdamW's betas have no effect on matrices.
                     group["betas"] = (0.5, 0.5)
         self.train()
         for group, old in zip(self.job.groups, before, strict=True):
@@ -248,13 +250,14 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def interrupt_a_step(self) -> None:
-        """Interrupt a step at a random operation: either nothing has changed, or the job must be rolled back."""
+        """Interrupt a step at a random operation. Either the step has changed nothing, or the job must be rolled
+        back."""
         grads, done = self.backward(), list[bool]()
         hook = self.job.optimizer.register_step_post_hook(lambda *_: done.append(True))
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # The step ended before the interrupt, or was interrupted in torch's wrapper after its end.
+        # Either the step ended before the interrupt, or the interrupt hit torch's wrapper after the step.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
@@ -277,7 +280,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step; the next step checks the momentum again."""
+        """Audit the first step after a skipped batch or a refused step. The audit checks the momentum again in the next
+        step."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
         for _ in range(2):
@@ -285,7 +289,7 @@ class Sequence:
             assert check.report.ok, check.report.findings
 
     def save(self) -> None:
-        """Save to files if all ranks have the same parameters, or copy the state dicts."""
+        """Save to checkpoint files or copy the state dicts. Checkpoint files need the same parameters on all ranks."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
@@ -299,8 +303,7 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # A group with a variant refuses state that was saved without one, so that a variant never ends
-                # silently.
+                # A group with a variant refuses state that was saved without one, so remove the variant before loading.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
@@ -315,20 +318,21 @@ class Sequence:
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into new objects, whose optimizer was made with other arguments."""
+        """Load the saved state into a new model and optimizer, where the optimizer was constructed with other
+        arguments."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
 
     def copy_the_job(self) -> None:
-        """Replace the model and the optimizer by deep or pickled copies, on some ranks."""
+        """On some ranks, replace the model and the optimizer by deep copies or pickled copies."""
         pickled = self.chance.random() < 0.5
         if not self._concerned():
             return
         old, both = self.job.groups, (self.job.model, self.job.optimizer)
         self.job.model, self.job.optimizer = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
         self.job.replace(dict(self.job.model.named_parameters()))
-        # Copies lose their process groups.
+        # Copies drop their process groups, so set them again.
         for mine, theirs in zip(self.job.groups, old, strict=True):
             mine["process_group"] = theirs["process_group"]
 
@@ -344,7 +348,7 @@ class Sequence:
                     self.job.state[new] = self.job.state.pop(old)
 
     def make_the_optimizer_anew(self) -> None:
-        """Replace the optimizer by a new one, which has no plan but takes over the state."""
+        """Replace the optimizer by a new one, which has no plan yet but takes over the state."""
         if self._concerned(anew=True):
             kept = self.job.state
             named = [{**group, "param_names": list(group["param_names"])} for group in self.job.groups]
@@ -363,7 +367,8 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Change to a variant, to another one and back, which discards the state that the first variant kept."""
+        """Change to a variant, to another one, and back. The state that the first variant kept is discarded on
+        the way."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return
@@ -373,8 +378,8 @@ class Sequence:
             self.train()
 
     def change_the_optimizer(self) -> None:
-        """Step matrices with AdamW and then with Muon again, each time with new state; a state dict has no state of the
-        former optimizer."""
+        """Step matrices with AdamW and then with Muon again. Each change starts with new state, and a state dict has no
+        state of the former optimizer."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"] or self.frozen & {spec.name for spec in group.specs}:
             return
@@ -415,7 +420,7 @@ class Sequence:
         one.specs += other.specs
 
     def add_a_group(self) -> None:
-        """Add a group that has been out of the optimizer for at least one step."""
+        """Add a group back after it has been out of the optimizer for at least one step."""
         if not self.now.away:
             self.take_a_group_out()
             self.train()
@@ -429,7 +434,7 @@ class Sequence:
 
 
 class _Interrupted(TorchDispatchMode):
-    """A mode that raises KeyboardInterrupt in place of operation number `number`."""
+    """A dispatch mode that raises KeyboardInterrupt instead of running operation `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -466,8 +471,8 @@ ALONE = [*ANYWHERE, Sequence.interrupt_a_step, Sequence.audit_a_step, Sequence.r
 
 
 def run(seeds: range, folder: Path, layout: str, length: int) -> None:
-    """Run a random sequence of events for each seed, with a training step after each event. The first events of
-    consecutive seeds go through the list of all events."""
+    """Run one random sequence of events per seed, with a training step after each event. The first events of
+    consecutive seeds cycle through the list of all events."""
     known = ALONE if layout == "alone" else ANYWHERE
     for seed in seeds:
         job, told = Sequence(seed, folder / str(seed), layout), list[str]()

@@ -1,6 +1,5 @@
-"""Pre- and post-processing stages of variants: weights and state have the bits of the dense formula, in one process and
-on simulated ranks.
-"""
+"""Tests of the pre- and post-processing stages of variants: weights and state match the dense formula bitwise, in a
+single process and on simulated ranks."""
 
 from __future__ import annotations
 
@@ -41,12 +40,13 @@ from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
-# Most orders of names give the same stages, so each tuple of stages occurs only once, under its first name.
+# Many orders of variant names give the same tuple of stages. Each tuple is kept once, under the first order that gives
+# it.
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a group with a variant, without weight decay if the variant keeps the norm of weights."""
+    """Return the options of a group with a variant. Variants that keep the norm of weights get no weight decay."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
@@ -62,7 +62,8 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups with different variants, and one with plain Muon, share a plan; squares are summed in small parts."""
+    """Groups with different variants, and one with plain Muon, share a plan. `_PART` is reduced so that norms are
+    summed in many small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
@@ -86,8 +87,8 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
-    """State of five and of eight numbers, including NaNs with payloads, is written behind an odd number of elements of
-    a buffer and read with other strides. The other elements of the buffer must not change."""
+    """State of five and of eight numbers, including NaNs with payloads, is written at an odd offset of a buffer and
+    read back with other strides. The rest of the buffer must not change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -116,7 +117,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
-    """One expert of a stack and one whole matrix are zeros, and all shards are replicated."""
+    """One expert of a stack and one whole matrix are zero, and all shards are replicated. Only the first rank warns."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
@@ -127,7 +128,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # pytest would turn a warning into an error.
+        # pytest turns warnings into errors, so this report must not warn.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())
@@ -143,14 +144,14 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
-    # The first step computes norms only if none were loaded.
+    # The first step must keep the loaded norms, as it computes norms only if none were loaded.
     ranks.step([torch.randn(view.shape)], [group])
     assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Small sets of ranks are summed first. Parameters on different kinds of devices are summed separately, and
-    parameters without a stage on weights are left out."""
+    """Weight norms are summed over small rank sets first. Parameters on different device types are summed separately,
+    and parameters without a stage that acts on weights are left out."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6, Chooser("auto", None))

@@ -1,6 +1,5 @@
-"""Dtypes and devices of stored momentum and weights: one process and simulated ranks have the bits of the dense
-formula.
-"""
+"""Tests of dtypes and devices of stored momentum and weights: a single process and simulated ranks match the dense
+formula bitwise."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from shardmuon.step import binding
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Views = Mapping[str, Callable[[], MatrixView]]
 
-# Over 2 or 4 ranks 511 columns are sharded at multiples of 128, and the last quantization block is not full.
+# On 2 or 4 ranks, 511 columns are sharded at multiples of 128, so the last quantization block is incomplete.
 WIDE: dict[str, Callable[[], MatrixView]] = {
     "plain": lambda: matrix_view((12, 511)),
     "tall": lambda: matrix_view((24, 511), transposed=True),
@@ -48,8 +47,7 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Options of the optimizer, and the pairs of dtypes (of the weight and of the gradient) that the parameters cycle
-    through."""
+    """Optimizer options, and the (weight, gradient) dtypes that the parameters cycle through."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
@@ -90,8 +88,8 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Compare a case with the dense formula. For int8 momentum the views are wide, so that no quantization block is
-    cut."""
+    """Compare a case with the dense formula. With int8 momentum, the views are wide enough that no shard splits a
+    quantization block."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
     views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
@@ -105,7 +103,7 @@ def compare(case: str, layout: str, **places: Any) -> None:
     ("case", "layout"),
     in_both(
         in_turn(CASES, every=4) + in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)
-    ),  # flat shards cut quantization blocks and are refused
+    ),  # Flat shards split quantization blocks and are refused.
 )
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
     compare(case, layout)
@@ -118,7 +116,7 @@ ON_DEVICE: dict[str, Case] = {
     ),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
-    # Simulated ranks keep the state of NorMuon on the CPU.
+    # With weights on the device, NorMuon is left out, because simulated ranks keep its state on the CPU.
     "normuon": Case(options={"variant": "normuon"}),
 }
 WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsdp crossed", "flat"], 2)
@@ -136,8 +134,9 @@ WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsd
 def test_momentum_weights_and_lr_may_lie_elsewhere(
     case: str, layout: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights or buffers are on a simulated CUDA device, which refuses operations on tensors of two devices."""
-    # Buffers are on another device than the weights if an engine has offloaded the weights.
+    """Weights or the step's buffers are on a simulated CUDA device, which refuses operations that mix tensors on
+    different devices."""
+    # If an engine has offloaded the weights, the step's buffers are on another device than the weights.
     if "buffers" in places:
         monkeypatch.setattr(binding, "offloaded_from", lambda _: torch.device(places["buffers"]))
     with CudaShape():
@@ -162,7 +161,8 @@ CUTS = {
 
 @pytest.mark.parametrize("layout", CUTS)
 def test_random_bits_belong_to_elements(layout: str) -> None:
-    """The random bits of a tile, and of slabs of the tile, equal those of the same elements in the whole matrix."""
+    """The random bits for stochastic rounding of a tile, and of slabs of the tile, must equal those of the same
+    elements in the full matrix."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue

@@ -1,4 +1,4 @@
-"""The order in which a rank processes its buckets never leads to a deadlock among overlapping sets of ranks."""
+"""Tests that the order in which ranks process their buckets never deadlocks, even with overlapping rank sets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-Bucket = tuple[tuple[int, ...], bool]  # the ranks of a bucket, and whether it relays results to replicas
-Exchange = tuple[str, int]  # the kind of an exchange, and the number of its bucket
+Bucket = tuple[tuple[int, ...], bool]  # the ranks of a bucket, and whether it relays results to other replicas
+Exchange = tuple[str, int]  # the kind of exchange, and the number of its bucket
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
 def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
-    """Return the exchanges that a rank posts and waits for in one phase of a bucket, as in `Bound.run`."""
+    """Return the exchanges that a rank posts and waits for in one phase of a bucket, in the order of `Bound.run`."""
     return {
         "begin": [("post", "gather")],
         "compute": [("wait", "gather"), ("post", "scatter")],
@@ -26,7 +26,7 @@ def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
 
 
 def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str, int]]:
-    """Yield phases in an order that posts a relay only after the next bucket has been computed."""
+    """Yield phases in an order that posts a relay only after the next bucket has been orthogonalized."""
     for at in range(len(relays)):
         yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
         yield from [("apply", at - 1), ("finish", at - 1)] * (at > 0)
@@ -34,7 +34,7 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate all ranks. Returns True if all ranks finish, and the exchanges that each rank has posted."""
+    """Simulate all ranks. Returns whether all ranks finish, and the exchanges that each rank has posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
         mine = [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket]
@@ -56,18 +56,18 @@ def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[i
 
 
 def _family(draw: random.Random) -> list[Bucket]:
-    """Return buckets of random overlapping sets in the order of a plan: buckets of single ranks first, and then all
-    buckets of each set of ranks."""
+    """Return buckets of random overlapping rank sets in the order of a plan: rank-local buckets first, then all buckets
+    of each rank set."""
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    # Buckets of a single rank exchange nothing.
+    # Rank-local buckets exchange nothing.
     local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
 
 def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:
-    """Return True if all ranks of a set post its exchanges in the same order, as process groups require."""
+    """Return whether all ranks of each rank set post its exchanges in the same order, as process groups require."""
     return all(
         len({tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}) == 1
         for ranks in {of_bucket for of_bucket, _ in buckets}
@@ -83,7 +83,8 @@ def test_no_family_of_sets_waits_in_a_circle() -> None:
 
 
 def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_unlike_orders() -> None:
-    """A plan places all buckets of single ranks first, so that all ranks post exchanges of a set in the same order."""
+    """A rank-local bucket between the buckets of a rank set makes the ranks post exchanges in different orders, so a
+    plan places all rank-local buckets first."""
     pair: list[Bucket] = [((0, 1), False)] * 3
     for at, in_order in ((0, True), (1, False), (2, False)):
         buckets: list[Bucket] = [*pair[:at], ((0,), False), *pair[at:]]
@@ -92,7 +93,7 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """Four real ranks once hung because a relay was posted after the next bucket."""
+    """Four real ranks once deadlocked because a relay was posted after the next bucket."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]
 

@@ -1,4 +1,4 @@
-"""Tests that a matrix has the same bits in every slot of a batch, for any neighbours and any number of matrices."""
+"""Tests that a matrix has the same bits in every slot of a batch, whatever the other matrices and their number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        # Only bf16 products depend on the CPU's instructions.
+        # Only bf16 matmuls depend on the CPU's instruction set.
         pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
@@ -52,8 +52,8 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
-    """The number of products compared, and the number of those that differ between slots. With `packed`, batches are
-    contiguous instead of having aligned slots."""
+    """Return the number of matmul results compared, and the number of those that differ between slots. With `packed`,
+    matrices are stored contiguously instead of in aligned slots."""
     torch.set_num_threads(threads)
     modules = ("orthogonalize", "testing.slots") if packed else ()
     with ExitStack() as patched:
@@ -65,7 +65,7 @@ def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
 
 
 def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
-    """Run `found_with` in a process with restricted CPU instructions."""
+    """Run `found_with` in a new process with restricted CPU instructions."""
     env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import test_slots; print(*test_slots.found_with{given})"
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
@@ -85,8 +85,8 @@ def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], th
 
 
 def test_packed_slots_would_be_found() -> None:
-    """The search must find differences if slots are packed without alignment. If narrower instructions show none, this
-    CPU's own instructions must."""
+    """Negative control: if slots are packed without alignment, the search must find differences, either with narrower
+    instructions or with this CPU's own."""
     assert _elsewhere(_OTHER_INSTRUCTIONS, 1, 3, True)[1] or found_with(torch.get_num_threads(), 3, True)[1]
 
 
@@ -114,7 +114,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
 
 @contextmanager
 def _aligned_operands() -> Iterator[list[int]]:
-    """Assert that every operand and result of a batched product has aligned slots, and collect the batch sizes."""
+    """Assert that every operand and result of a batched matmul is in aligned slots, and collect the batch sizes."""
     batches: list[int] = []
     real = {name: getattr(torch, name) for name in ("bmm", "baddbmm")}
 
@@ -140,7 +140,7 @@ def _aligned_operands() -> Iterator[list[int]]:
 def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
-    """The cases cover restarts, cubic steps, and local restarts of the Gram form."""
+    """The schedules and methods include restarts, cubic steps, and local restarts of the Gram form."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):
@@ -154,7 +154,7 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
-    """The bits of a matrix do not depend on the batch size, on the number of batches, or on alignment and strides in
+    """The bits of a matrix must not depend on the batch size, the number of batches, or its alignment and strides in
     memory."""
     size = batch_size(*shape, CPU)
     x = torch.randn(size + 3, *shape)

@@ -1,4 +1,4 @@
-"""Tests of the tolerances: each accepts rounding errors of every dtype, and rejects errors that are ten times
+"""Tests of the tolerances: each accepts the rounding errors of every dtype, and rejects errors that are ten times
 larger."""
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def exact(matrix: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
 def test_every_spectrum_stays_within_a_bound_that_is_near_what_is_found(name: str, dtype: torch.dtype) -> None:
-    """The reference is computed from singular values, unlike the bound."""
+    """The reference is computed from singular values, independently of the bound. The largest error must exceed a tenth
+    of its bound."""
     triples = schedule(name).triples
     shares = []
     for what, matrix in MATRICES.items():
@@ -92,8 +93,8 @@ def test_bits_are_compared_not_values() -> None:
 
 
 ONE = torch.ones(4)
-ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE is one eps above 1, a distance of two roundings.
-# Each row has the found value, the expected value, options, and the expected error text ("" for none).
+ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE exceeds 1 by eps, which is twice the unit roundoff.
+# Each case gives the found value, the expected value, options, and the expected error text ("" for none).
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),
     (ABOVE, ONE, {"roundings": 1}, "allowed 1"),
@@ -115,8 +116,8 @@ def test_roundings_are_counted(found: Any, expected: Any, options: dict[str, flo
 
 
 def test_sums_of_many_terms_stay_within_their_root_mean_square() -> None:
-    """Terms are added one after the other, with mixed and with positive signs. The bound requires that n u is small, as
-    larger sums stop growing."""
+    """Terms of mixed signs, and then terms of positive sign, are added one after another. The bound only applies if n u
+    is small, because larger sums stop growing."""
     for num_terms in (30, 300):
         terms = normal(2000, num_terms).half()
         for values in (terms, terms.abs()):

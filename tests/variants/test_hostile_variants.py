@@ -39,10 +39,10 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
     optimizer.param_groups[1]["use_muon"] = False
     _steps(optimizer, range(2, 4))
     assert set(optimizer.state[params["b"]]) == {"step", "exp_avg", "exp_avg_sq"}
-    # Loading a state dict of the same optimizer must be accepted.
+    # The optimizer must accept its own state dict after a group has changed from Muon to AdamW.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[1]["use_muon"] = True
-    # "b" must start with fresh state, as its old state belongs to the weights of two steps ago.
+    # "b" must start with fresh state, because its old state belongs to the weights of two steps ago.
     fresh = nn.Parameter(params["b"].detach().clone())
     for one in (optimizer, Muon([("b", fresh)], lr=0.02, variant=variant, weight_decay=0.0)):
         _steps(one, range(4, 6))
@@ -60,8 +60,8 @@ def _clipped(kind: type[Llama]) -> tuple[Llama, Muon, QKClip]:
 @pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("kind", [Llama, Eager])
 def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tuple[int, ...]) -> None:
-    """The last batch of a rank or of an expert may be empty. If one rank raised an error for it, the other ranks would
-    wait for that rank."""
+    """A rank's last batch, or an expert's, may be empty. If this raised an error on one rank, the other ranks would
+    wait for it."""
     model, optimizer, clip = _clipped(kind)
     model(torch.zeros(shape)).sum().backward()
     optimizer.step()
@@ -69,7 +69,8 @@ def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tup
 
 
 def test_a_models_copy_is_not_measured_in_its_place() -> None:
-    """deepcopy, which makes averaged and reference models, copies the hooks, too."""
+    """deepcopy, which is used for averaged and reference models, also copies the hooks. The copy's forward passes must
+    not be measured."""
     model, _, clip = _clipped(Llama)
     other = copy.deepcopy(model)
     for p in other.parameters():

@@ -27,7 +27,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply a post-processing stage (NorMuon, ..) to a batch of matrices as a step does."""
+    """Apply a stage (NorMuon, ..) to a batch of matrices as a step does."""
     if isinstance(stage, AfterStage):
         return stage.run(x, kept)
     if isinstance(stage, WeightStage):
@@ -41,13 +41,13 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Compare four steps of three matrices, one of which has rows of zeros and nonzero initial state."""
+    """Compare four steps of three matrices. One of the matrices has rows of zeros and nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
-    # The roundings are those of sums of squares over each line and over the lines, three roundings of the state in each
-    # of four steps, and a few more. The factor 2 covers a second sum that restores the norm.
+    # The roundings are those of sums of squares over each row or column and over all of them, three roundings of the
+    # state in each of four steps, and a few more. The factor 2 covers a second sum that restores the norm.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -84,7 +84,7 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 
 
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
-    # A single row on two ranks has all of its elements on one of them.
+    # The matrix has a single row, so on two ranks all of its elements are on one rank.
     layout = sharded(matrix_view((1, 8)), [range(2)], 0)
     kept = (Kept(ParamLayout.replicated(layout.view.kept([8]), layout.ranks), True),)
     assert make_plan([spec("w", layout)._replace(kept=kept)], Policy()).items[0].route == "owner"
@@ -98,7 +98,7 @@ def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_
 def test_a_matrix_has_the_same_bits_alone_and_among_others(
     shape: tuple[int, int], variant: str, dtype: torch.dtype
 ) -> None:
-    """The batch has more matrices than a CPU vector has elements, and includes zeros, NaN, Inf and very different
+    """The batch has more matrices than a SIMD register has elements. It includes zeros, NaN, Inf and very different
     norms."""
     generator, num = torch.Generator().manual_seed(0), 21
     stages = [s for s in stages_of({"variant": variant}) if isinstance(s, AfterStage)]

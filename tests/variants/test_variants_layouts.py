@@ -1,5 +1,5 @@
-"""Tests of variants on every layout: the update and the state of post-processing stages (NorMuon, ..) have the bits of
-one process."""
+"""Tests of variants on every layout: the update and the state of post-processing stages (NorMuon, ..) match a
+single-process run bitwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from shardmuon.testing.pool import RankPool, get_pool
 
 
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
-    """Compare two steps (three on 3 ranks) with one process, so that later steps use the state of the first one."""
+    """Compare two steps (three on 3 ranks) with a single-process run. Later steps use the state created by the
+    first."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
     found = compare_with_dense(layout, variant=variant, steps=steps, **given, **of_params)
@@ -40,14 +41,15 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
-    """With 4 columns on 3 ranks, FSDP2 stores a shard of shape (0, 7, 0) of the 5 experts on the last rank."""
+    """With 4 columns on 3 ranks, FSDP2 stores an empty shard of shape (0, 7, 0) of a stack of 5 experts on the last
+    rank. NorMuon's result must still match a single-process run."""
     params = ["one_row", "odd_experts"]  # Tensor parallelism shards every second parameter by columns.
     assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
 
 
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
-    """On one rank, the second moment has 3 fp32 elements of one block followed by 8 of the next, which start in the
-    middle of an fp64 element."""
+    """On one rank, the second moment consists of 3 fp32 elements of one block followed by 8 of the next. Next to fp64
+    weights, the 8 elements start in the middle of an fp64 element."""
     table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
     assert world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64) == [(True, 0.0, "")] * 2
 

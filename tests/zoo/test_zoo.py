@@ -3,7 +3,7 @@ to Muon, as which matrices, with which warnings, and whether the parts of fused 
 names.
 
 The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py has the same shapes
-as plain modules and needs none of them.
+as plain modules and needs none of these packages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @functools.cache
 def built(name: str) -> nn.Module:
-    """A cached model that several tests share and must not change."""
+    """Return a cached model, which several tests share and must not change."""
     return made(MODELS[name])
 
 
@@ -86,7 +86,7 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: in
 
 
 def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    """The matrices of a parameter or of its gradient, by its parameter group's options."""
+    """Return the matrices of a parameter (or of its gradient) under its parameter group's options."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
     return cut_matrices(matrix_view(tensor.shape, **options), tensor)
@@ -111,7 +111,7 @@ def one_patch(model: Any) -> Any:
     return attention(torch.randn(1, 1, attention.qkv.in_features))
 
 
-# With a single token the softmax is 1, so v gets a gradient, and q and k get none.
+# With a single token, the softmax is 1, so v gets a gradient while q and k get none.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
@@ -127,13 +127,14 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
     weight, run, silent = SINGLE[name]
     found = gradient(built(name).eval(), run, weight)
     loudest = max(float(part.abs().max()) for part in found)
-    # A value that is not exactly zero is rounding in the gradient of the softmax, p (g - sum(p g)) with p = 1.
+    # q and k may get tiny nonzero gradients from rounding in the gradient of the softmax, p (g - sum(p g)) with p = 1.
     assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
         assert is_silent or (part.abs().amax(1) > 0).all()
 
 
-# If the gate's weight is zero, the gated part gets no gradient. With an open gate, every row of it does.
+# If the gate's weight is zero, the part that it gates gets no gradient. With an open gate, every row of that part gets
+# one.
 GATED = {
     "Phi-3": ("model.layers.0.mlp.gate_up_proj.weight", 0, 1),
     "Qwen3-MoE": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),

@@ -1,5 +1,5 @@
-"""Tests of QK-clip on the attention of transformers: layers are found, measured logits equal those of the eager forward
-pass, and clipping bounds the logits.
+"""Tests of QK-clip on the attention layers of transformers: layers are found, measured logits equal those of the eager
+forward pass, and clipping bounds the logits.
 
 The tests need transformers: `make zoo`.
 """
@@ -99,7 +99,7 @@ def _make(name: str, implementation: str) -> nn.Module:
 
 
 def _logits(model: nn.Module) -> list[Tensor]:
-    """The largest logit of each head in each layer, read from the softmax of an eager forward pass."""
+    """Return the largest logit of each head in each layer, as passed to the softmax of an eager forward pass."""
     found: list[Tensor] = []
     softmax = nn.functional.softmax
 
@@ -117,7 +117,8 @@ def _logits(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: str, implementation: str) -> None:
-    """The first layer's input does not depend on any attention, so its logits are multiplied by exactly g."""
+    """Only the first layer's logits can be predicted after clipping: its input does not depend on any attention, so
+    clipping multiplies its logits by exactly the gains."""
     wanted, model = _logits(_make(name, "eager")), _make(name, implementation)
     tau = math.inf if name == "Qwen3" else float(wanted[0].max()) / 3
     num_groups = _HEADS.get(name, (4, 2))[1]
@@ -125,7 +126,7 @@ def test_logits_of_transformers_attention_are_measured_and_clipped_to_tau(name: 
     assert len(wanted) == 2
     for layers in (wanted, [wanted[0] * gains.repeat_interleave(len(wanted[0]) // num_groups)]):
         clip = QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), tau=tau)
-        # QK-clip only measures layers that normalize queries or keys.
+        # Layers that normalize queries or keys are measured but not scaled.
         normed = "q_norm, k_norm" if name == "Qwen3" else ""
         assert {(x.num_heads, x.num_groups, x.normed) for x in clip.layers} == {(*_HEADS.get(name, (4, 2)), normed)}
         model(_IDS).logits.sum().backward()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# All widths differ, so that a wrong split cannot fit by accident.
+# All widths differ, so that a wrong split cannot match by accident.
 _LM: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -33,7 +33,7 @@ _IMAGE: dict[str, Any] = {**_ENCODER, "image_size": 32, "patch_size": 8, "num_la
 def _hf(name: str, config: str, **options: Any) -> Any:
     import transformers
 
-    # "eager" runs attention and experts in plain torch code, as written in the model's file.
+    # "eager" runs attention and experts in plain torch code, as written in the library's model file.
     made = getattr(transformers, config)(**options, attn_implementation="eager", experts_implementation="eager")
     return getattr(transformers, name)(made)
 
