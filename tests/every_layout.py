@@ -16,7 +16,7 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Ranks, Traffic
-from shardmuon.foresight.counting import count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
 from shardmuon.step import bucket
@@ -45,7 +45,7 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Exchanges, bytes sent and matrices by `count_plan`.
+        counted: Exchanges, bytes sent and matrices by `BucketCount.of_plan`.
         sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
         messages: To other ranks, of all exchanges.
         digests: Of the plan, by set of ranks, in hex.
@@ -61,7 +61,7 @@ def planned(optimizer: Muon) -> Planned:
     """Return the plan of an optimizer."""
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
-    buckets = count_plan(plan, lambda other: other // node)[rank]
+    buckets = BucketCount.of_plan(plan, lambda other: other // node)[rank]
     sent, received = (
         [sum(getattr(side, key) for b in buckets for side in getattr(b, way)) for key in ("inside", "across")]
         for way in ("sent", "received")

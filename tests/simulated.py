@@ -43,7 +43,7 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
     """Plans of this process are chosen by another machine's rates; None: by its own."""
-    return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
+    return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")  # layouts of which it is then true

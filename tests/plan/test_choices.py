@@ -20,7 +20,7 @@ from shardmuon.foresight import Hardware, plan, price_plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
-from shardmuon.price.machines import _SIDES, MACHINES, Machine, machine_of
+from shardmuon.price.machines import _SIDES, MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -144,9 +144,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")
     )
     cpu = "AuthenticAMD AVX512 bf16, 1 threads; torch"
-    assert machine_of([h100, a100]) == machine_of([a100, h100]) == MACHINES["a100"]
-    assert machine_of([h100, cpu]) == MACHINES["cpu-gloo"] == machine_of([])
-    assert machine_of([l40s]) == MACHINES["h100"]._replace(name="NVIDIA L40S, unknown: as h100")
+    assert Machine.slowest([h100, a100]) == Machine.slowest([a100, h100]) == MACHINES["a100"]
+    assert Machine.slowest([h100, cpu]) == MACHINES["cpu-gloo"] == Machine.slowest([])
+    assert Machine.slowest([l40s]) == MACHINES["h100"]._replace(name="NVIDIA L40S, unknown: as h100")
     own = Machine("mine", (500,) * 7, 100, 50, 25, 20_000, 900, 100, 4, 10**6, 10**6, 0, 0, 0, 0)
     assert make_plan(_job(2)[0], Policy(machine=own)).policy.machine == own
 

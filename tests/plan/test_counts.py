@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
-from shardmuon.foresight.counting import _Sent, count_plan
+from shardmuon.foresight.counting import BucketCount, _Sent
 from shardmuon.plan.plan import Plan, Policy
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import Load, Program, make_program
@@ -26,7 +26,7 @@ def test_layouts_are_counted_as_their_programs_run(seed: int) -> None:
 
 
 def check(plan: Plan) -> None:
-    counts = count_plan(plan, _node_of)
+    counts = BucketCount.of_plan(plan, _node_of)
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})
     for rank, counted in counts.items():
         for one, bucket in zip(counted, [bucket for bucket in plan.buckets if rank in bucket.ranks], strict=True):

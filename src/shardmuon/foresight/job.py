@@ -24,7 +24,7 @@ from torch import nn
 
 from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import BucketCount, count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.foresight.models import load_model
 from shardmuon.layout.mesh import OnMesh, Shard, flat_part, kept_layout, reading
 from shardmuon.layout.pieces import Box, ParamLayout
@@ -35,7 +35,7 @@ from shardmuon.muon import Muon
 from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader, Settings
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.price.machines import DEFAULT, MACHINES, Machine
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step.binding import make_spec
 from shardmuon.step.update import PORTION_ELSEWHERE
 from shardmuon.variants import Stage
@@ -545,7 +545,7 @@ class Exact:
         voting = _voting(plan)
         shares = {
             rank: [_RankClass((), 0, _Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
-            for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
+            for rank, found in BucketCount.of_plan(plan, lambda rank: rank // gpus_per_node).items()
         }
         mesh = _Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
         elements = sum(item.numel for item in plan.items)
@@ -601,7 +601,7 @@ def count(
     name, source, module, active = load_model(model)
     arranged = _parse_mesh(mesh, engine, gpus_per_node)
     job = _Planned(module, arranged, device, weights, options)
-    policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
+    policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else "h100"])
     units = _make_units(job.params, arranged)
     plans = [make_plan([job.spec_of(one) for one in unit.placed if one[0].use_muon], policy) for unit in units]
     shares: dict[int, list[_RankClass]] = {}
@@ -675,7 +675,7 @@ class _Planned:
         return self._specs[key]._replace(name=param.name)
 
     def shares(self, unit: _Unit, plan: Plan) -> Iterable[_RankClass]:
-        buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
+        buckets = BucketCount.of_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)

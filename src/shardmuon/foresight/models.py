@@ -31,17 +31,19 @@ from shardmuon.texts import did_you_mean
 # ---------------------------------------------------------------------------------------------- which model is meant
 
 
-def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
+def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.Module, int]:
     """Load a model from a preset, a Hugging Face configuration, a function or a module.
 
     Args:
         model: Name of a preset, path of a Hugging Face config.json or of its folder, MODULE:FUNCTION, or a module
             (preferably on the meta device).
+        meta: True to run FUNCTION under the meta device. Presets and configurations are always built on the meta
+            device.
 
     Returns:
-        The model's name; the origin of its shapes (an address, a file or a function); the module, which is on the meta
-        device unless the user gave another one; and the number of parameter elements used per token ([Note: what works
-        on a token]). This number is 0, for unknown, if the model has experts and is not a preset.
+        The model's name; the origin of its shapes (an address, a file or a function); the module; and the number of
+        parameter elements used per token ([Note: what works on a token]). This number is 0, for unknown, if the model
+        has experts and is not a preset.
 
     Raises:
         ValueError: `model` is none of these, or the shapes cannot be determined from it.
@@ -54,7 +56,7 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
         made = build(data["config"])
         return data["title"], data["source"], made, data.get("active_parameters") or _active_of(made)
     if _is_config(model) or ":" in model:
-        made = make_model(model, meta=True)
+        made = _from_config(model) if _is_config(model) else _from_function(model, meta)
         return model, model, made, _active_of(made)
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, list(known))}"
@@ -77,12 +79,6 @@ def _active_of(module: nn.Module) -> int:
     # A 3-D parameter is a stack of experts.
     has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)
     return 0 if has_experts else sum(p.numel() for p, _ in held)
-
-
-def make_model(text: str, meta: bool) -> nn.Module:
-    """Build a model from a Hugging Face config or from MODULE:FUNCTION. A model from a config is always on the meta
-    device. A function runs under the meta device only if `meta` is True."""
-    return _from_config(text) if _is_config(text) else _from_function(text, meta)
 
 
 def _is_config(text: str) -> bool:

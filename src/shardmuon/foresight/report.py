@@ -30,7 +30,6 @@ from shardmuon.foresight.counting import BucketCount
 from shardmuon.foresight.hardware import Hardware, Rates
 from shardmuon.foresight.job import Exact, count
 from shardmuon.plan.plan import Plan
-from shardmuon.price import clock
 from shardmuon.price.clock import BucketTimes, Course, Event
 from shardmuon.price.machines import MACHINES
 
@@ -298,7 +297,7 @@ class _Pricer:
         of ranks. If `stage` is given, only this pipeline stage is simulated, because stages do not exchange data."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
-        return clock.run(
+        return Course.simulate(
             [[times[number] for number in self._held[i]] for i in which],
             sum(float(seconds[pick[factor]]) for factor, seconds in self._first.items()),
             [float(self._adamw[i][pick["memory"]]) for i in which],
