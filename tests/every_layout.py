@@ -20,10 +20,10 @@ from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
 from shardmuon.step import bucket
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool
 
 # With one process, by number of ranks: options, and by whose rates. Results go in two stages if there are replicas.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
@@ -93,7 +93,7 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
     """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
     ranks there were in a step, and torch's Muon: at 4 ranks, and for every third layout at 2."""
-    return get_pool(world).run(_comparisons, layout)
+    return RankPool.cached(world).run(_comparisons, layout)
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
@@ -116,10 +116,10 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
         return planned(optimizer), sum(sent) / steps
 
     with mock.patch.object(bucket, "start", start), by_rates(rates):
-        dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
+        dense = Comparison.with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:
-        found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
+        found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
     elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
-        found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
+        found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -27,7 +27,7 @@ from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.step import bucket, stages, update
 from shardmuon.step.stages import WeightSet
-from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on, parameters
+from shardmuon.testing.layouts import LAYOUTS, meshes_on, parameters
 from shardmuon.variants import (
     VARIANTS,
     BeforeStage,
@@ -71,7 +71,7 @@ class Job:
     def _draw(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
-        return {name: t.to(mesh_kind(), self.dtype) for name, t in drawn.items()}
+        return {name: t.to(self.dtype) for name, t in drawn.items()}
 
     def gradients(self, seed: int) -> None:
         for name, t in self.case.build(self._draw(seed), self.mesh).items():
@@ -606,7 +606,7 @@ def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditRep
     fault = FAULTS[name]
     options = options | fault.options
     job = Job(fault.layout, fault.dtype, fault.shapes or shapes_of(rows), **options)
-    key = repr((fault.layout, fault.dtype, mesh_kind(), job.shapes, sorted(options.items(), key=str)))
+    key = repr((fault.layout, fault.dtype, job.params[TABLE].device.type, job.shapes, sorted(options.items(), key=str)))
     for seed in () if first else (1, 2):
         job.gradients(seed)
         if seed == 2 and key not in _SOUND:

@@ -25,7 +25,6 @@ from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import MACHINES, Machine
-from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound
 from shardmuon.step.stages import WeightSet, ZeroWatch

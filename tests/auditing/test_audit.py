@@ -39,8 +39,8 @@ from shardmuon.layout import pieces
 from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.step.binding import fingerprint
-from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing import RankPool
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.variants import NorMuon
 
@@ -62,7 +62,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
-        found = compare_with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
+        found = Comparison.with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
     return found.about
 
@@ -86,7 +86,7 @@ def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
     """Layouts take variants and methods in turn: what an audit reads of a layout does not depend on the method."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
-    reports = get_pool(world).run(sound, layout, variant=variant, method=method)
+    reports = RankPool.cached(world).run(sound, layout, variant=variant, method=method)
     for report in reports:
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert len(report.matrices) >= 8

@@ -21,7 +21,7 @@ from shardmuon.commands import verify
 from shardmuon.commands.main import main
 from shardmuon.commands.verify import _row
 from shardmuon.step import update
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
@@ -59,7 +59,7 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """`compare_with_dense` of one step; on one rank what a function of the step has written is damaged once."""
+    """`Comparison.with_dense` of one step; on one rank what a function of the step has written is damaged once."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -69,9 +69,9 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **given)  # the reference is made with nothing damaged
+    Comparison.with_dense(layout, **given)  # the reference is made with nothing damaged
     with mock.patch.object(update, name, spoiled):
-        return compare_with_dense(layout, **given)
+        return Comparison.with_dense(layout, **given)
 
 
 def _lost(params: Sequence[Tensor], *rest: object) -> None:
@@ -112,10 +112,10 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
         ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),  # all that torch makes
-        (TWO, {compare_with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
-        (TWO, {compare_with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
-        (TWO, {compare_with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),
-        (TWO, {compare_with_dense: {"max_difference": math.nan}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_dense: {"max_difference": math.nan}}, 1, "1 of 2 layouts keep the contract"),
         (("--ranks", "0"), {}, 2, "must be at least 1"),
         (("--layout", "deepspeed"), {}, 2, "pip install 'shardmuon[deepspeed]'"),
     ],

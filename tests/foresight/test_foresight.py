@@ -20,7 +20,7 @@ from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import _Mesh, count
 from shardmuon.foresight.models import build
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool
 
 # ---------------------------------------------------------------------------------------- plans of any layout, counted
 
@@ -120,4 +120,4 @@ def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_jo
     config: dict[str, Any], mesh: str, options: dict[str, Any]
 ) -> None:
     exact = count(build(config), mesh, gpus_per_node=2, device="cpu", **options)
-    same_as_live(exact, get_pool(exact.world).run(_live, config, exact.mesh, options))
+    same_as_live(exact, RankPool.cached(exact.world).run(_live, config, exact.mesh, options))

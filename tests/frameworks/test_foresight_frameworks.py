@@ -18,7 +18,7 @@ from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import count
 from shardmuon.foresight.models import build
-from shardmuon.testing.frameworks import initialize
+from shardmuon.testing.frameworks import ZeroRun
 from shardmuon.testing.pool import RankPool
 
 ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
@@ -44,7 +44,7 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
     optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)
     model.forward = lambda: torch.stack([p.float().sum() for p in model.parameters()]).sum()  # gradients are ones
     case = Case(number, dtype="bf16" if weights == torch.bfloat16 else "fp32")
-    engine = initialize(model, optimizer, case.written())
+    engine = ZeroRun.initialize(model, optimizer, case.written())
     for _ in range(2):
         engine.backward(engine())
         before = optimizer.traffic.since(Traffic())

@@ -21,7 +21,6 @@ import shardmuon.orthogonalize
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.price.machines import MACHINES, Machine
-from shardmuon.step import binding
 from shardmuon.testing.layouts import mesh_of
 
 # ----------------------------------------------------------------------------------------------- beside one process

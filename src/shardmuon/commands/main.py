@@ -114,7 +114,9 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
         "transformers; nothing is downloaded)",
     )
     parser.add_argument("--each", action="store_true", help="a line for each parameter, also where layers are alike")
-    parser.add_argument("--meta", action="store_true", help="build it on the meta device (presets and config.json always are)")
+    parser.add_argument(
+        "--meta", action="store_true", help="build it on the meta device (presets and config.json always are)"
+    )
 
 
 def _route(args: argparse.Namespace) -> int:

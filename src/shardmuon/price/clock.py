@@ -164,8 +164,8 @@ class Course:
         awaited = dict.fromkeys(runs, _Exchange(0))  # simulation of a rank -> the exchange for which it waits
         while awaited:
             ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-            # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not exchange
-            # data with each other in a real step, so let the first rank continue without waiting.
+            # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not
+            # exchange data with each other in a real step, so let the first rank continue without waiting.
             for run in ready or list(awaited)[:1]:
                 exchange = next(run, None)
                 if exchange is None:

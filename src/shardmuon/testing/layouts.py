@@ -48,18 +48,12 @@ _Tensors = Mapping[str, Tensor]
 _Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
 
 
-_KIND = ["cpu"]
-
-
-def mesh_kind() -> str:
-    """Return the device type of new meshes: "cpu", or the type that an enclosing `meshes_on` context sets."""
-    return _KIND[-1]
+_KIND = ["cpu"]  # device types of new meshes; the last entry counts
 
 
 @contextlib.contextmanager
 def meshes_on(kind: str) -> Iterator[None]:
-    """Build layouts on the device type `kind`, such as "cuda", in this context. The tensors to shard must already be on
-    this device."""
+    """Build layouts on the device type `kind`, such as "cuda", in this context."""
     _KIND.append(kind)
     try:
         yield
@@ -97,7 +91,9 @@ class _LayoutCase:
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Shard full tensors, and return this rank's shards. All ranks of the default group must call this method."""
+        """Move full tensors to the device type of new meshes, shard the tensors, and return this rank's shards. All
+        ranks of the default group must call this method."""
+        tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
         # Reuse an earlier result if possible, see [Note: cut once]. This is not possible for tensors of mixed dtypes,
         # because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
@@ -108,11 +104,10 @@ class _LayoutCase:
     def numbers(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Shard fp64 tensors whose shapes are those of `tensors` and whose elements are their own indices. Return this
         rank's shards. All ranks of the default group must call this method."""
-        key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
+        key = (dist.group.WORLD, _KIND[-1], self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
-            numbers = ((t, torch.arange(t.numel(), dtype=torch.float64, device=t.device)) for t in tensors.values())
-            of_shapes = (places.view(t.shape) for t, places in numbers)
-            _CUT[key] = self.builder(dict(zip(tensors, of_shapes, strict=True)), shape)
+            places = {n: torch.arange(t.numel(), dtype=torch.float64, device=_KIND[-1]) for n, t in tensors.items()}
+            _CUT[key] = self.builder({name: places[name].view(t.shape) for name, t in tensors.items()}, shape)
         return _CUT[key]
 
 
@@ -152,15 +147,15 @@ def _placed(local: Tensor, like: DTensor) -> DTensor:
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
-    """Return a mesh on the device type that `mesh_kind` returns, with axes named "a0", "a1" and so on. Meshes are
-    cached. All ranks must make the first call for a mesh.
+    """Return a mesh with axes named "a0", "a1" and so on. The mesh is on the CPU, or on the device type that `meshes_on`
+    selects. Meshes are cached. All ranks must make the first call for a mesh.
 
     Args:
         shape: Sizes of the axes.
         purpose: Part of the key in the cache. Layouts that imitate Megatron-FSDP need separate meshes, because they set
             an attribute on their meshes.
     """
-    return _mesh_of(dist.group.WORLD, mesh_kind(), shape, purpose)
+    return _mesh_of(dist.group.WORLD, _KIND[-1], shape, purpose)
 
 
 @cache
@@ -423,6 +418,29 @@ class ParamCase:
         """The view that splits the parameter into one or more matrices."""
         return matrix_view(self.shape, **self.options)
 
+    def matrices(self, full: Tensor) -> list[Tensor]:
+        """Copy the matrices of the full tensor into separate 2-D tensors, in the order of `view.matrices`."""
+        view, out = self.view, []
+        fine = full.reshape(view.fine)
+        for matrix in view.matrices:
+            found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)
+            box = fine[
+                tuple(slice(start, start + size) for start, size in zip(matrix.start, matrix.sizes, strict=True))
+            ]
+            found.as_strided(matrix.sizes, matrix.strides).copy_(box)
+            out.append(found)
+        return out
+
+    @staticmethod
+    def groups(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase]) -> list[dict[str, Any]]:
+        """Make parameter groups for Muon, with the options of the parameters' cases. Parameters whose cases have equal
+        options share a group."""
+        table: dict[str, dict[str, Any]] = {}
+        for name, param in params.items():
+            options = cases[name].options
+            table.setdefault(repr(options), {"params": [], **options})["params"].append((name, param))
+        return list(table.values())
+
 
 PARAMS: dict[str, ParamCase] = {
     "square": ParamCase((16, 16), "divides on every mesh up to 8"),
@@ -455,24 +473,3 @@ PARAMS: dict[str, ParamCase] = {
         {"view": "stack", "split_sizes": (1, 1), "split_groups": 6, "transposed": True},
     ),
 }
-
-
-def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
-    """Make parameter groups for Muon. Parameters whose cases have equal options share a group. Each group has the
-    options of its cases, and `options`, which take precedence."""
-    table: dict[str, dict[str, Any]] = {}
-    for name, param in params.items():
-        group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})
-        group["params"].append((name, param))
-    return list(table.values())
-
-
-def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
-    """Copy the matrices of a full tensor into separate 2-D tensors, in the order of `view.matrices`."""
-    fine, out = full.reshape(view.fine), []
-    for matrix in view.matrices:
-        found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)
-        box = fine[tuple(slice(start, start + size) for start, size in zip(matrix.start, matrix.sizes, strict=True))]
-        found.as_strided(matrix.sizes, matrix.strides).copy_(box)
-        out.append(found)
-    return out

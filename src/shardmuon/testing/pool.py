@@ -186,6 +186,13 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         of this process starts, because later calls have no effect. A module that raises ImportError is skipped."""
         _PRELOADED.append(module)
 
+    @staticmethod
+    @lru_cache(maxsize=3)  # cache only a few pools, because each rank uses up to 300 MB of memory
+    def cached(world_size: int) -> RankPool:
+        """Return a gloo pool with `world_size` ranks, which is shared within this process. The pools of the 3 most
+        recently used sizes are cached. The ranks of any other pool end as soon as no references to the pool remain."""
+        return RankPool(world_size, timeout=120.0)  # long, because ranks can be slow on busy cores
+
     def close(self) -> None:
         """Kill all ranks. If `run` or `run_catching` is called later, new ranks start."""
         _kill(self._ranks)
@@ -285,13 +292,6 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if not all(catching and failure.returned for failure in failures):
             raise RankError(what, self.world_size, failures)
         return ordered, most_open_files
-
-
-@lru_cache(maxsize=3)  # cache only a few pools, because each rank uses up to 300 MB of memory
-def get_pool(world_size: int) -> RankPool:
-    """Return a gloo pool with `world_size` ranks, which is shared within this process. The pools of the 3 most recently
-    used sizes are cached. The ranks of any other pool end as soon as no references to the pool remain."""
-    return RankPool(world_size, timeout=120.0)  # long, because ranks can be slow on busy cores
 
 
 def _where(pipe: Connection) -> str:
