@@ -18,7 +18,7 @@ from torch import nn
 
 from shardmuon import Muon
 from shardmuon.commands import main as cli
-from shardmuon.foresight import Report, plan, price_plan
+from shardmuon.foresight import Price, Report, plan
 from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, _Known
 from shardmuon.foresight.models import build
 from shardmuon.foresight.report import Time, _lanes, _number, _seconds, _sections, _size
@@ -191,7 +191,7 @@ def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
 def test_a_live_plan_has_a_price_and_says_from_which_share_of_the_work_the_gram_form_is_taken() -> None:
     layers = (nn.Linear(64, 96, bias=False), nn.Linear(96, 640, bias=False))
     made = Muon(nn.Sequential(*layers).parameters(), lr=0.02, ns_dtype=torch.float32).prepare()
-    found = price_plan(made, "cpu-gloo")
+    found = Price.of_plan(made, "cpu-gloo")
     assert found.rank == 0 and 0.0 < found.step.lo < found.step.mid < found.step.hi
     assert {event.phase for event in found.timeline} == {"begin", "fill", "orthogonalize", "apply"}
     for item in made.items:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import _Mesh, count
+from shardmuon.foresight.job import Exact, _Mesh
 from shardmuon.foresight.models import build
 from shardmuon.testing.pool import RankPool
 
@@ -119,5 +119,5 @@ def _live(config: dict[str, Any], mesh: _Mesh, options: dict[str, Any]) -> dict[
 def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_job(
     config: dict[str, Any], mesh: str, options: dict[str, Any]
 ) -> None:
-    exact = count(build(config), mesh, gpus_per_node=2, device="cpu", **options)
+    exact = Exact.of_job(build(config), mesh, gpus_per_node=2, device="cpu", **options)
     same_as_live(exact, RankPool.cached(exact.world).run(_live, config, exact.mesh, options))

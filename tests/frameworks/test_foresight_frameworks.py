@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import count
+from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
 from shardmuon.testing.frameworks import ZeroRun
 from shardmuon.testing.pool import RankPool
@@ -84,7 +84,7 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     stage: int, world: int, config: str, weights: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
     options = {"engine": "zero", "gpus_per_node": 2, "device": "cpu", "weights": weights, **OPTIONS}
-    exact = count(build(CONFIGS[config]), f"dp={world}", **options)
+    exact = Exact.of_job(build(CONFIGS[config]), f"dp={world}", **options)
     found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
     same_as_live(exact, found)
     assert all(live["zeros"] for live in found)

@@ -16,7 +16,7 @@ from simulated import PAIRS, SHARING, by_rates, sharded, spec
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon
-from shardmuon.foresight import Hardware, plan, price_plan
+from shardmuon.foresight import Hardware, Price, plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
@@ -91,9 +91,9 @@ _H100 = Hardware.load("h100")
 def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
     specs, _ = _job(seed)
     made = make_plan(specs, Policy())
-    ours = price_plan(made, _H100).step.mid
+    ours = Price.of_plan(made, _H100).step.mid
     for other in _others(made):
-        assert ours < 1.03 * price_plan(other, _H100).step.mid, [bucket.items for bucket in other.buckets]
+        assert ours < 1.03 * Price.of_plan(other, _H100).step.mid, [bucket.items for bucket in other.buckets]
 
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
@@ -104,7 +104,7 @@ def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: p
     monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)
     each = make_plan(specs, Policy())
     assert _num_owners(each) == len(specs[0].layout.replicas) and _num_owners(shared) == 1
-    ours, *others = (price_plan(one, "h100").step.mid for one in (made, shared, each))
+    ours, *others = (Price.of_plan(one, "h100").step.mid for one in (made, shared, each))
     assert ours < 1.03 * min(others) + 3 * MACHINES["h100"].across / 1e9
     assert made.items == (each if _num_owners(made) > 1 else shared).items
 
@@ -160,7 +160,7 @@ def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: i
     ]
     made = make_plan(specs, Policy(machine=MACHINES[name]))
     assert f"buckets by price ({name}), of " in str(made)
-    step = price_plan(made, name).step
+    step = Price.of_plan(made, name).step
     assert 0.8 * step.lo < _cheapest(specs, made.items, made.policy).ns / 1e9 < 1.1 * step.mid
 
 

@@ -52,7 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return cast(int, args.run(args))
-    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # from the user's arguments or model
+    except (
+        ImportError,
+        OSError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as wrong:  # errors in the user's arguments or model
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 

@@ -1,10 +1,10 @@
 """Make models whose parameters have shapes but no values. A model can come from a preset, a Hugging Face configuration,
 a function or the user's module.
 
-[Note: what works on a token]
+[Note: active parameters]
     Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
-    embedding tables, which are only looked up, and experts to which the token is not routed. For models with experts,
-    the number of active parameters comes from the preset or from the user.
+    embedding tables, which need no matrix product, and experts to which the token is not routed. For models with
+    experts, the number of active parameters comes from the preset or from the user.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.
 
     Returns:
         The model's name; the origin of its shapes (an address, a file or a function); the module; and the number of
-        parameter elements used per token ([Note: what works on a token]). This number is 0, for unknown, if the model
+        parameter elements used per token ([Note: active parameters]). This number is 0, for unknown, if the model
         has experts and is not a preset.
 
     Raises:
@@ -72,7 +72,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _active_of(module: nn.Module) -> int:
-    """Count the parameter elements that each token uses, see [Note: what works on a token]. Returns 0 for a model with
+    """Count the parameter elements that each token uses, see [Note: active parameters]. Returns 0 for a model with
     experts, because the number of experts per token is unknown."""
     held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
@@ -185,24 +185,24 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 
 # Default sizes of a decoder-only model. Most names are the same as in Hugging Face's configurations.
 _DECODER: Mapping[str, Any] = {
-    "num_key_value_heads": 0,  # 0: equal to num_attention_heads
-    "head_dim": 0,  # 0: hidden_size / num_attention_heads
-    "intermediate_size": 0,  # size of dense feed-forward layers; 0: 4 * hidden_size
+    "num_key_value_heads": 0,  # 0 selects num_attention_heads
+    "head_dim": 0,  # 0 selects hidden_size / num_attention_heads
+    "intermediate_size": 0,  # size of dense feed-forward layers; 0 selects 4 * hidden_size
     "tie_word_embeddings": False,
-    "attention_bias": False,  # True: the projections q, k and v have biases; "all": q, k, v and o
-    "qk_norm": False,  # True: queries and keys are normalized in each head
-    # "gated": gate, up and down projections. "plain": GPT-2's layer, with two linear layers that are stored transposed
-    # and have biases, LayerNorm with biases, and learned positions.
+    "attention_bias": False,  # True adds biases to the projections q, k and v; "all" adds a bias to o, too
+    "qk_norm": False,  # True normalizes queries and keys in each head
+    # "gated" has gate, up and down projections. "plain" is GPT-2's layer, with two linear layers that are stored
+    # transposed and have biases, LayerNorm with biases, and learned positions.
     "mlp": "gated",
-    "max_position_embeddings": 0,  # number of learned positions, for "mlp": "plain"
+    "max_position_embeddings": 0,  # number of learned positions if "mlp" is "plain"
     "num_experts": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # experts that are always active, fused into one dense layer
     "first_k_dense": 0,  # number of dense layers before the layers with experts
-    "router_bias": False,  # True: the router has a bias, one entry per expert
-    # True: experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
+    "router_bias": False,  # True adds a bias to the router, with one entry per expert
+    # True selects experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
     "expert_bias": False,
-    "attention_sinks": False,  # True: each head has a learned attention sink, as in gpt-oss
+    "attention_sinks": False,  # True adds a learned attention sink to each head, as in gpt-oss
     # Sizes of DeepSeek's latent attention. With kv_lora_rank 0, the model has grouped-query attention instead. With
     # q_lora_rank 0, queries are not compressed.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
@@ -210,7 +210,7 @@ _DECODER: Mapping[str, Any] = {
 
 
 # Parameters of a decoder-only model in the model's order, as (conditions, name, dims). A parameter exists if all its
-# conditions hold. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are relative to
+# conditions are true. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are relative to
 # model.layers.N. "plain" stands for GPT-2's layer, whose weights are stored as (inputs, outputs), with q, k and v fused
 # along the columns.
 _FIRST = (
@@ -229,7 +229,7 @@ _LAYER = (
     ("plain", "mlp.c_proj.weight", "inner width"),
     ("plain", "mlp.c_proj.bias", "width"),
     ("norms", "input_layernorm.weight", "width"),
-    # parameters of grouped-query attention
+    # Parameters of grouped-query attention.
     ("grouped sinks", "self_attn.sinks", "heads"),
     ("grouped", "self_attn.q_proj.weight", "q width"),
     ("grouped bias", "self_attn.q_proj.bias", "q"),
@@ -241,7 +241,7 @@ _LAYER = (
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
     ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
     ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
-    # parameters of DeepSeek's latent attention; some weights are fused, and routing splits them into matrices
+    # Parameters of DeepSeek's latent attention. Some weights are fused, and routing splits fused weights into matrices.
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
     ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -277,11 +277,11 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return the values of the dims and conditions that occur in `_FIRST`, `_LAYER` and `_LAST`. A condition holds if
-    its value is not 0.
+    """Return the values of the dims and conditions that occur in `_FIRST`, `_LAYER` and `_LAST`. A condition is true
+    if its value is not 0.
 
     Args:
-        c: Sizes of the model, with the attributes that `_build` takes.
+        c: Sizes of the model, with the keys of the argument of `build` as attributes.
         layer: Index of the layer, which decides whether the layer has experts; -1 for parameters outside layers.
     """
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
@@ -323,7 +323,7 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
 
 
 def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
-    """Return the names and shapes of the parameters in `rows` whose conditions hold.
+    """Return the names and shapes of the parameters in `rows` whose conditions are true.
 
     Args:
         rows: Parameters as (conditions, name, dims).

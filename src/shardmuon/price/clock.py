@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-_BESIDE = 4  # number of later buckets that a rank computes before it waits for a relay, often the longest exchange
+_BESIDE = 4  # number of later buckets that a rank computes before it waits for a relay, which is often long
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
 _Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
@@ -80,7 +80,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Time span of one phase of a bucket on one rank: of a computation, or of an exchange on the rank's links."""
+    """Time span of one phase of a bucket on one rank. A phase is a computation, or an exchange on the rank's links."""
 
     bucket: int
     phase: _Phase
@@ -134,7 +134,8 @@ class Course:
         self.links = exchange.start + seconds
 
     def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: _Phase) -> None:
-        """Advance the rank's current time to the end of an exchange. All ranks of the exchange must have posted it."""
+        """Advance the rank's current time to the end of an exchange. All ranks of the exchange must have posted the
+        exchange."""
         self.links = max(self.links, exchange.end)
         late = max(exchange.start, self.end) + (exchange.end - exchange.start)
         end = max(self.end, overlap * exchange.end + (1.0 - overlap) * late)

@@ -63,8 +63,8 @@ class Machine(NamedTuple):
 # For each entry of `Machine.shares`, the largest short side to which it applies. The last entry has no upper limit.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# For each machine, all attributes of `Machine` after `shares`. They are derived from the middle values in the hardware
-# files of `shardmuon.foresight`; a test checks that the two agree.
+# For each machine, all attributes of `Machine` after `shares`. The numbers are derived from the middle values in
+# the hardware files of `shardmuon.foresight`, and a test compares the numbers with the files.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),

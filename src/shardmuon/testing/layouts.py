@@ -48,7 +48,7 @@ _Tensors = Mapping[str, Tensor]
 _Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
 
 
-_KIND = ["cpu"]  # device types of new meshes; the last entry counts
+_KIND = ["cpu"]  # device types set by nested `meshes_on` contexts; new meshes use the last entry
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # as nn.Parameter would set it
+            made[name]._is_param = True  # nn.Parameter sets this attribute, too
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -147,8 +147,8 @@ def _placed(local: Tensor, like: DTensor) -> DTensor:
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
-    """Return a mesh with axes named "a0", "a1" and so on. The mesh is on the CPU, or on the device type that `meshes_on`
-    selects. Meshes are cached. All ranks must make the first call for a mesh.
+    """Return a mesh with axes named "a0", "a1" and so on. The mesh is on the CPU, or on the device type that
+    `meshes_on` selects. Meshes are cached. All ranks must make the first call for a mesh.
 
     Args:
         shape: Sizes of the axes.
@@ -173,7 +173,7 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def _placed_by(
-    places: Callable[[int, Tensor], Sequence[Placement]],  # (tensor's index, tensor) -> its placements
+    places: Callable[[int, Tensor], Sequence[Placement]],  # maps a tensor's index and the tensor to placements
 ) -> _Builder:
     """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. If the number of
     placements differs from the number of mesh axes, the tensor's mesh has a single axis with all ranks. If `places`
@@ -237,13 +237,13 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
 
 
 def _shard_like_megatron(
-    tensors: Mapping[str, Tensor],  # full tensors
+    tensors: _Tensors,
     mesh: DeviceMesh,
     *,
-    hybrid: bool = False,  # True: both an outer (first) and an inner mesh axis shard the rows
-    tensor_parallel: bool = False,  # True: the last mesh axis shards tensors alternately by rows and columns
+    hybrid: bool = False,  # True if an outer (first) and an inner mesh axis both shard the rows
+    tensor_parallel: bool = False,  # True if the last mesh axis shards tensors alternately by rows and columns
 ) -> dict[str, Tensor]:
-    """Make DTensors that are sharded as in Megatron-FSDP v1, without communication between ranks."""
+    """Shard full tensors by rows as in Megatron-FSDP v1, and return DTensors. Ranks do not communicate."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
     # Megatron-FSDP splits over the inner mesh axis first. So shard i * num_outer + o belongs to the rank at coordinate
@@ -256,7 +256,7 @@ def _shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)  # in rows
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -306,7 +306,7 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # the first dim of a stack is the expert
+        dim += full.ndim == 3  # the first dim of a stack indexes experts
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out
@@ -377,9 +377,8 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("lone strided", _flat, _lone_strided),
         _LayoutCase("hsdp+tp", lambda n: (2, n // 4, 2) if n % 4 == 0 else (1, *_square(n)), _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
-        _LayoutCase(  # shards stacks by expert and by rows, over one mesh axis each, and all else over all ranks
-            "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])
-        ),
+        # Stacks are sharded by expert and by rows, each over one mesh axis. Other tensors are sharded over all ranks.
+        _LayoutCase("ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])),
         _LayoutCase("mixed meshes", _square, _placed_by(lambda i, t: _MIXED[i % len(_MIXED)])),
         _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
         _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", hybrid=True)),
