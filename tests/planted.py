@@ -19,7 +19,6 @@ from variant_cases import CASES
 
 from shardmuon import Muon, audit, muon
 from shardmuon.auditing import live
-from shardmuon.auditing.live import _choose
 from shardmuon.auditing.report import AuditReport
 from shardmuon.comm import vote as votes
 from shardmuon.comm.vote import Ballot, Flag, Phase
@@ -225,7 +224,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = next(n for n in range(6) if _choose(6, 1, n) == [0])
+    job.optimizer.audits.num_audits = 0  # with one sample, audit number 0 takes matrix 0
     return _results(lambda o: o.roll(-1, 0))(job)
 
 

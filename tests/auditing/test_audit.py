@@ -32,7 +32,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from variant_cases import CASES, LATER
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
-from shardmuon.auditing.live import _choose
 from shardmuon.auditing.reference import _FORMULAS
 from shardmuon.auditing.report import AuditReport
 from shardmuon.layout import pieces
@@ -422,7 +421,14 @@ def test_every_so_many_steps_are_audited_and_a_copy_goes_on(every: int | None, a
 
 @pytest.mark.parametrize(("count", "samples"), [(1, 2), (7, 2), (24, 8), (100, 3)])
 def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> None:
-    taken = [_choose(count, samples, number) for number in range(-(-count // min(samples, count)))]
+    params = [nn.Parameter(torch.eye(2)) for _ in range(count)]
+    optimizer, taken = Muon(params, lr=0.1), []
+    for _ in range(-(-count // min(samples, count))):
+        for p in params:
+            p.grad = torch.eye(2)
+        check = audit(optimizer, samples)
+        optimizer.step()
+        taken.append([row.order[0] for row in check.report.matrices])
     assert all(len(set(t)) == len(t) == min(samples, count) for t in taken)
     assert set().union(*taken) == set(range(count))
 

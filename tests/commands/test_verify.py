@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,6 @@ from torch import Tensor
 from shardmuon.comm.groups import Traffic
 from shardmuon.commands import verify
 from shardmuon.commands.main import main
-from shardmuon.commands.verify import _row
 from shardmuon.step import update
 from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
@@ -27,11 +28,19 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 
+def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
+    """Rows that the command prints if all layouts keep the contract on this pool."""
+    out = io.StringIO()
+    with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
+        assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()
+    header, _, *lines = (re.split("  +", line) for line in out.getvalue().partition("\n\n")[0].splitlines())
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
 @pytest.fixture(scope="module")
 def shown(world2: RankPool) -> dict[str, str]:
-    ok, cells = _row(world2, "fsdp2")
-    assert ok
-    return cells
+    (row,) = rows_of(world2, "--layout", "fsdp2")
+    return row
 
 
 @pytest.mark.numeric
@@ -50,11 +59,11 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
 
 
 def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, str]) -> None:
-    ok, normed = _row(world2, "fsdp2", "hyperball")
-    assert ok and normed["= torch"] == "-"
+    _, normed = rows_of(world2, "--layout", "fsdp2", "--variant", "hyperball")
+    assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = _row(world2, "single", "hyperball")  # each rank has its own matrices
+    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")  # each rank has its own matrices
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
@@ -97,8 +106,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 @pytest.mark.ranks
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
-    ok, cells = _row(deepspeed_pools[3], "zero3")
-    assert ok and cells["NS runs"] == cells["matrices"] == "58", cells
+    (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
+    assert cells["NS runs"] == cells["matrices"] == "58", cells
     assert int(cells["collectives"]) >= 3  # by each set of partitions that DeepSpeed steps together
     assert int(cells["bytes/rank"]) > 1000
 

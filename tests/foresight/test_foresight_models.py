@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +12,21 @@ import torch
 from published import decoder, rounded
 from torch import nn
 
-from shardmuon.foresight.job import _AFTER, Exact, _Param, _parse_mesh, _stages_of
-from shardmuon.foresight.models import _active_of, _presets, build
-from shardmuon.layout.views import matrix_view
+from shardmuon.foresight import models
+from shardmuon.foresight.job import Exact
+from shardmuon.foresight.models import build, load_model
 
 SMALL = decoder(96, 48, 4, 4, 2, 12, 80)
 
 
-@pytest.mark.parametrize("name", _presets())
-def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    data = _presets()[name]
-    found, published = sum(p.numel() for p in build(data["config"]).parameters()), data["published_parameters"]
+PRESETS = sorted((Path(models.__file__).parent / "data" / "models").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+def test_presets_have_the_published_number_of_parameters(file: Path) -> None:
+    data, (title, source, model, _) = json.loads(file.read_text()), load_model(file.stem)
+    found, published = sum(p.numel() for p in model.parameters()), data["published_parameters"]
+    assert (title, source) == (data["title"], data["source"])
     least, most = rounded(published) if isinstance(published, str) else (published, published)
     assert least <= found <= most
     assert ("active_parameters" in data) == ("num_experts" in data["config"])
@@ -59,7 +65,7 @@ def _tied() -> nn.Module:
 )
 def test_what_works_on_a_token_is_all_but_tables_and_unknown_of_experts(model: nn.Module, expected: int) -> None:
     """A head that is the embedding counts once."""
-    assert _active_of(model) == expected
+    assert load_model(model)[3] == expected
 
 
 SPARSE = SMALL | {"num_experts": 8, "moe_intermediate_size": 20, "num_shared_experts": 1}
@@ -83,11 +89,12 @@ def test_stages_of_equal_layers_are_one_kind_and_unequal_ones_are_as_even_as_the
         for key in ("muon_elements", "orthogonalized")
     )
     assert muon[0] == muon[1] and done[0] == done[1]
-    layers = (-1, *range(11), _AFTER)  # a parameter of each layer, one before and one after them
-    params = [_Param("p", (2, 2), 0, True, matrix_view((2, 2)), None, False, layer) for layer in layers]
-    uneven = _stages_of(params, _parse_mesh("pp=4"))
-    assert [[p.layer for p in stage] for stage in uneven] == [[-1, 0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, _AFTER]]
-    assert _stages_of([], _parse_mesh("dp=1")) == [[]]
+    model = nn.Module()
+    model.embed = nn.Embedding(100, 8)
+    model.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(11))
+    model.norm = nn.LayerNorm(8, bias=False)
+    uneven = [(c.ranks, c.muon_elements, c.adamw_elements) for c in Exact.of_job(model, "pp=4").classes]
+    assert uneven == [((0,), 3 * 64, 800), ((1, 2), 3 * 64, 0), ((3,), 2 * 64, 8)]
 
 
 def test_layers_are_told_from_their_experts() -> None:
