@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import Exact, _Mesh
+from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
 from shardmuon.testing.pool import RankPool
 
@@ -44,10 +44,10 @@ AUTO: dict[str, Any] = {"bucket_bytes": 20_000}  # bytes of the wire, which is b
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
-def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[str, Any]]:
+def _live_model(config: dict[str, Any], mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The model as its users would shard it, with torch's own functions."""
     torch.manual_seed(0)
-    model: Any = build(config, "cpu")
+    model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     if mesh.shard == mesh.tp == 1:
@@ -79,7 +79,7 @@ def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[st
     return model, {}
 
 
-def _live(config: dict[str, Any], mesh: _Mesh, options: dict[str, Any]) -> dict[str, Any]:
+def _live(config: dict[str, Any], mesh: Any, options: dict[str, Any]) -> dict[str, Any]:
     model, given = _live_model(config, mesh)
     optimizer = Muon(model, lr=0.02, **options, **given)
     for p in model.parameters():

@@ -38,7 +38,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dict[str, Any]:
-    model: Any = build(config, "cpu")
+    model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)

@@ -20,7 +20,7 @@ from shardmuon.foresight import Hardware, Price, plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
-from shardmuon.price.machines import _SIDES, MACHINES, Machine
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -134,7 +134,11 @@ def _machine_of_file(name: str) -> Machine:
     rates = [of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")]
     rates += [*(rate / 1e6 for rate in passes), file.gpus_per_node, *(1e9 * of(number) for number in latencies)]
     table = file[file.efficiency("standard bfloat16", "bfloat16")]
-    return Machine(name, tuple(round(1000 * table.at(side)[0][1]) for side in _SIDES), *map(round, rates))
+    return Machine(
+        name,
+        tuple(round(1000 * table.at(side)[0][1]) for side in (64, 128, 256, 512, 1024, 2048, 4096)),
+        *map(round, rates),
+    )
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:

@@ -146,9 +146,9 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
     return made
 
 
-def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
-    """Build a tree of modules from the names and shapes of their parameters. The parameters are not initialized, and
-    the modules have no forward.
+def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make]) -> nn.Module:
+    """Build a tree of modules on the meta device from the names and shapes of their parameters. The modules have no
+    forward.
 
     Args:
         shapes: Parameter name -> shape, in the model's order.
@@ -156,7 +156,6 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: 
             another name is an embedding if its parameter is 2-D and the name contains "embed" or is "wte" or "wpe", a
             linear layer if its parameter is 2-D otherwise, and an RMSNorm if its parameter is 1-D and the name contains
             "norm".
-        device: Device of the parameters.
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
@@ -168,7 +167,7 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: 
                 made = make(shape) if make else _leaf(part, shape) if part == path[-1] else _bare(_type("Node"))
                 node.add_module(part, made)
             node = node._modules[part]
-        node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device=device)))
+        node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
     return root
 
 
@@ -337,15 +336,14 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
     }
 
 
-def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Build the modules of a decoder-only model, without a forward. Parameters have the names and shapes that they have
-    in Hugging Face's models, except that experts are stacked as in torchtitan.
+def build(sizes: Mapping[str, Any]) -> nn.Module:
+    """Build the modules of a decoder-only model on the meta device, without a forward. Parameters have the names and
+    shapes that they have in Hugging Face's models, except that experts are stacked as in torchtitan.
 
     If routing recognizes a module by the name of its class, the module gets a class with this name.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.
-        device: Device of the parameters, which are not initialized.
     """
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
@@ -361,7 +359,7 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     shapes = _shapes(_FIRST, _words(c))
     for layer in range(c.num_hidden_layers):
         shapes |= _shapes(_LAYER, _words(c, layer), f"model.layers.{layer}.")
-    made: Any = _modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
+    made: Any = _modules_of(shapes | _shapes(_LAST, _words(c)), kinds)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)
