@@ -61,11 +61,16 @@ class _Peak:
         return 1024 * int(line.split()[1])
 
 
-class _Sum(nn.ParameterDict):
+class _Sum(nn.Module):
     """The sum of all weights times given factors, whose gradients are the factors."""
 
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            self.register_parameter(name, nn.Parameter(weight))
+
     def forward(self, factors: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(self[name] * factor).sum() for name, factor in factors.items()]).sum()
+        return torch.stack([(self.get_parameter(name) * factor).sum() for name, factor in factors.items()]).sum()
 
 
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, war
     from deepspeed.utils import safe_get_full_fp32_param
 
     generator = torch.Generator().manual_seed(0)
-    net = _Sum({n: nn.Parameter(0.05 * torch.randn(s, generator=generator)) for n, s in SHAPES.items()})
+    net = _Sum({n: 0.05 * torch.randn(s, generator=generator) for n, s in SHAPES.items()})
     start = {n: p.detach().clone() for n, p in net.named_parameters()}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9}
     config["zero_optimization"] = {"stage": stage}
