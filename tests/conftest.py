@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 
 torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
@@ -202,7 +202,7 @@ def _on_ranks(item: pytest.Item) -> bool:
     """True if a fixture (`world2`, ..) or the test itself calls for ranks."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
     pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
-    return any(pools) or not {"get_pool", "compared"}.isdisjoint(called)
+    return any(pools) or not {"cached", "compared"}.isdisjoint(called)
 
 
 def _fixtures(item: pytest.Item) -> Sequence[str]:
@@ -233,5 +233,5 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
 
 # Shared ranks. A module holds on to its own, and lets go of them for others.
 world2, world3, world4, world8 = (
-    pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: get_pool(num)) for num in (2, 3, 4, 8)
+    pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

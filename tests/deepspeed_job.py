@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import DeepSpeedHost
-from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
+from shardmuon.testing.frameworks import ZeroRun
 
 Shapes = dict[str, tuple[int, ...]]
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # names of parameters, options
@@ -67,7 +67,7 @@ def quiet() -> Iterator[Any]:
     """DeepSpeed as a module, without its log, compiled helpers and torch's notices about its calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        deepspeed = start_deepspeed()
+        deepspeed = ZeroRun.start_deepspeed()
         import_deepspeed()
         warnings.simplefilter("ignore")
         yield deepspeed
@@ -208,7 +208,7 @@ class Job:
             change(self.net)
             for group in self.optimizer.param_groups:  # as DeepSpeed's remapping of client optimizers does
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
-        self.engine = initialize(self.net, self.optimizer, case.written())
+        self.engine = ZeroRun.initialize(self.net, self.optimizer, case.written())
         self.start = {n: p.detach().clone() for n, p in self.dense.named_parameters()}
 
     def _groups(self, net: nn.Module, options: dict[str, Any], named: bool) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ class Job:
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()
             if self.case.clip:
-                handed_over = 2 * whole_momentum(getattr(self.net, name))
+                handed_over = 2 * ZeroRun.whole_momentum(getattr(self.net, name))
                 factor = self.case.clip / float(self.engine.get_global_grad_norm())
                 assert_near(handed_over, factor * grad, bound, name)
                 grad = handed_over
@@ -253,7 +253,7 @@ class Job:
 
     def masters(self) -> dict[str, Tensor]:
         """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
-        return {n: whole_weight(getattr(self.net, n)) for n in self.trained}
+        return {n: ZeroRun.whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:
         """The model's own, and under another name the masters of half-precision ones. Collective at stage 3."""

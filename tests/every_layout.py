@@ -16,14 +16,14 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Ranks, Traffic
-from shardmuon.foresight.counting import count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
 from shardmuon.step import bucket
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool
 
 # With one process, by number of ranks: options, and by whose rates. Results go in two stages if there are replicas.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
@@ -45,7 +45,7 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Exchanges, bytes sent and matrices by `count_plan`.
+        counted: Exchanges, bytes sent and matrices by `BucketCount.of_plan`.
         sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
         messages: To other ranks, of all exchanges.
         digests: Of the plan, by set of ranks, in hex.
@@ -61,7 +61,7 @@ def planned(optimizer: Muon) -> Planned:
     """Return the plan of an optimizer."""
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
-    buckets = count_plan(plan, lambda other: other // node)[rank]
+    buckets = BucketCount.of_plan(plan, lambda other: other // node)[rank]
     sent, received = (
         [sum(getattr(side, key) for b in buckets for side in getattr(b, way)) for key in ("inside", "across")]
         for way in ("sent", "received")
@@ -93,7 +93,7 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
     """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
     ranks there were in a step, and torch's Muon: at 4 ranks, and for every third layout at 2."""
-    return get_pool(world).run(_comparisons, layout)
+    return RankPool.cached(world).run(_comparisons, layout)
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
@@ -116,10 +116,10 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
         return planned(optimizer), sum(sent) / steps
 
     with mock.patch.object(bucket, "start", start), by_rates(rates):
-        dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
+        dense = Comparison.with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:
-        found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
+        found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
     elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
-        found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
+        found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardmuon.foresight import Hardware, count, plan
+from shardmuon.foresight import Hardware, plan
 from shardmuon.foresight.hardware import Rates
 from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
@@ -48,7 +48,7 @@ def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops:
     """Fraction by which a step is longer with Muon. Tokens follow from the published share of Muon's FLOPs, and the
     time of forward and backward from the published rate of the model's."""
     hardware = Hardware.load(gpu)
-    exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
+    exact = Exact.of_job(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
     whole = tokens * exact.tokens_flops / (exact.world * model_flops)
     price = Price.of(exact, hardware)
@@ -62,7 +62,7 @@ def _overhead(mesh: str, tokens: float) -> Interval:
 
 
 def one_b_8_b200() -> Interval:
-    step = Price.of(count(build(ONE_B), "shard=8"), Hardware.load("b200")).step
+    step = Price.of(Exact.of_job(build(ONE_B), "shard=8"), Hardware.load("b200")).step
     return step.lo, step.hi
 
 
@@ -73,7 +73,7 @@ def newton_schulz_on_h100() -> Interval:
 
 
 def qwen25_3b_memory() -> Interval:
-    exact = count(build(QWEN_3B), "dp=8", engine="zero")
+    exact = Exact.of_job(build(QWEN_3B), "dp=8", engine="zero")
     saved = [4 * c.muon_elements / 2**30 for c in exact.classes]  # of two moments in fp32 one is left
     return min(saved), max(saved)
 
@@ -95,7 +95,7 @@ def extra_flops() -> Interval:
 
 
 def torchtitan_tokens() -> Interval:
-    exact = count("llama3-8b", "shard=8")
+    exact = Exact.of_job("llama3-8b", "shard=8")
     hardware, tokens = Hardware.load("h100"), 8 * 8192.0
     price = Price.of(exact, hardware, tokens=tokens)
     whole, adamw = price.training, price.adamw

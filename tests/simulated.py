@@ -25,7 +25,6 @@ from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.price.machines import MACHINES, Machine
-from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound
 from shardmuon.step.stages import WeightSet, ZeroWatch
@@ -43,7 +42,7 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
     """Plans of this process are chosen by another machine's rates; None: by its own."""
-    return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
+    return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")  # layouts of which it is then true

@@ -31,7 +31,7 @@ from shardmuon.options import VIEW_DEFAULTS, Settings
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import schedule as named
 from shardmuon.step.update import apply_
-from shardmuon.testing.layouts import cut_matrices
+from shardmuon.testing.layouts import ParamCase
 
 SCHEDULES = {"keller": KELLER, "polar express": named("polar_express").triples}
 SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 64), (96, 384))
@@ -105,10 +105,10 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
     """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
-    for layout, _ in model:
+    for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)
-        for index, expected in enumerate(cut_matrices(layout.view, full)):
+        for index, expected in enumerate(ParamCase(layout.view.shape, "", options).matrices(full)):
             sent = torch.full((expected.numel(),), math.nan)
             for rank, held in zip(layout.ranks, layout.held, strict=True):
                 alone, part = _part_of(layout.view, index, held), _sent_by(layout, index, rank)

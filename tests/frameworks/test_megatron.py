@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardmuon import ExchangeError, Muon, audit, clip_grad_norm_, param_groups
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.step import update as pipeline
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 
 VARIANT = {"variant": "normuon+hyperball"}
 STILL = {"weight_decay": 0.0}  # Hyperball knows no decay
@@ -128,7 +128,7 @@ def test_weights_and_main_weights_get_the_dense_update(
     facts: set[str],
     plans: list[list[str]] | None,
 ) -> None:
-    ranks = get_pool(world).run(_train, sizes, dtype, distributed, ddp)
+    ranks = RankPool.cached(world).run(_train, sizes, dtype, distributed, ddp)
     assert [sum(of_ranks) for of_ranks in zip(*(found["runs"] for found in ranks), strict=True)] == runs
     assert facts <= {name for name, holds in _facts(ranks).items() if holds}
     assert plans in (None, ranks[0]["plans"])
@@ -406,10 +406,10 @@ def test_checkpoints_resume_with_the_same_bits_on_other_ranks(
     tmp_path: pathlib.Path,
 ) -> None:
     kinds = list(dict.fromkeys(kind for *_, of_load in loads for kind in of_load))
-    wanted = get_pool(world).run(_save, tmp_path, kinds, sizes, distributed, muon)
+    wanted = RankPool.cached(world).run(_save, tmp_path, kinds, sizes, distributed, muon)
     for num_ranks, on, of_load in loads:
         for kind in of_load:
-            get_pool(num_ranks).run(_load, tmp_path, kind, on, distributed, muon, wanted)
+            RankPool.cached(num_ranks).run(_load, tmp_path, kind, on, distributed, muon, wanted)
 
 
 @needs_megatron

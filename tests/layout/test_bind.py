@@ -25,7 +25,7 @@ from shardmuon.layout.mesh import OnMesh, kept_layout
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.step.binding import fingerprint
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, mesh_of, parameters
 
 PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in PARAMS.items()}
@@ -63,7 +63,7 @@ def _bound(name: str) -> tuple[list[str], list[bytes]]:
     ],
 )
 def test_the_table_names_what_each_rank_stores(world: int, layout: str) -> None:
-    everyone = get_pool(world).run(_bound, layout)
+    everyone = RankPool.cached(world).run(_bound, layout)
     assert [wrong for wrong, _ in everyone] == [[]] * world
     assert all(digests == everyone[0][1] for _, digests in everyone)
 

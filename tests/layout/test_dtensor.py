@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from simulated import stored
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardmuon import Muon
@@ -13,7 +16,7 @@ from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.dtensor import _cuts_of, mesh_key
 from shardmuon.layout.mesh import reading, same_storage
-from shardmuon.testing.layouts import _fully_sharded, mesh_of
+from shardmuon.testing.layouts import mesh_of
 from shardmuon.testing.pool import RankPool
 
 StridedShard = strided_shard()
@@ -41,7 +44,11 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
             for i, (_, its_mesh, tp_dim) in enumerate(cases)
             if its_mesh == mesh_shape
         }
-        params |= _fully_sharded(tensors, mesh["a0"])
+        module = nn.ParameterDict({name: nn.Parameter(t) for name, t in tensors.items()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
+            fully_shard(module, mesh=mesh["a0"])
+        params |= {name: module[name].detach() for name in tensors}
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 

@@ -20,8 +20,8 @@ from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import _NEAREST, BLOCK, Stream, _round_by, decode, encode, round_patch, scale_shape
-from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
+from shardmuon.testing.compare import Comparison
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
 from shardmuon.testing.pool import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -177,7 +177,7 @@ STORED = [
 
 def _compared(layout: str, table: str, storage: dict[str, Any]) -> tuple[bool, float, str]:
     cases = {"blocked": BLOCKED, "conv": KERNEL, "plain": PARAMS}[table]
-    found = compare_with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage)
+    found = Comparison.with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage)
     return found.bitwise, found.max_difference, found.worst
 
 
@@ -191,7 +191,7 @@ def test_codes_and_random_rounding_give_the_same_bits_on_every_layout(
 def _refusal(layout: str, shape: tuple[int, ...]) -> str:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = parameters(LAYOUTS[layout].build({"a.w": torch.zeros(shape)}, mesh))
-    optimizer = Muon(groups_of(params, {"a.w": ParamCase(shape, "")}), lr=1e-3, momentum_dtype="int8")
+    optimizer = Muon([*params.items()], lr=1e-3, momentum_dtype="int8")
     with pytest.raises(ValueError, match=r"^a\.w: momentum_dtype='int8'") as caught:
         optimizer.prepare()
     return str(caught.value)

@@ -21,7 +21,7 @@ from shardmuon.orthogonalize.choice import Choice, Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
-from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.layouts import ParamCase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -241,7 +241,7 @@ WIRES = [  # method, dtype of the products, the wire
 
 
 def _travelled(options: dict[str, Any]) -> tuple[bool, int]:
-    found = compare_with_dense("fsdp2", table={"w": ParamCase((12, 48), "")}, steps=1, lr=0.1, **options)
+    found = Comparison.with_dense("fsdp2", table={"w": ParamCase((12, 48), "")}, steps=1, lr=0.1, **options)
     return found.bitwise, found.traffic.bytes_sent
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
-from shardmuon.foresight.counting import _Sent, count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan, Policy
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import Load, Program, make_program
@@ -26,7 +26,7 @@ def test_layouts_are_counted_as_their_programs_run(seed: int) -> None:
 
 
 def check(plan: Plan) -> None:
-    counts = count_plan(plan, _node_of)
+    counts = BucketCount.of_plan(plan, _node_of)
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})
     for rank, counted in counts.items():
         for one, bucket in zip(counted, [bucket for bucket in plan.buckets if rank in bucket.ranks], strict=True):
@@ -55,14 +55,14 @@ def _node_of(rank: int) -> int:
     return rank // 2
 
 
-def _side(program: Program, splits: Sequence[int]) -> _Sent:
-    """Bytes to or from each rank, by the node on which it lies."""
+def _side(program: Program, splits: Sequence[int]) -> tuple[int, ...]:
+    """Bytes to or from ranks on the same node and on other nodes, and the number of these ranks."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)
         sums[across] += elements * program.bucket.itemsize
         sums[2] += elements > 0
-    return _Sent(*sums)
+    return tuple(sums)
 
 
 def _numel(loads: Sequence[Load]) -> int:

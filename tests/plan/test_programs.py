@@ -12,7 +12,7 @@ import torch
 from simulated import EACH, LAYOUTS, VIEWS, along, cut, sharded, spec
 
 from shardmuon.comm.groups import Ranks
-from shardmuon.foresight.counting import count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.layout.pieces import ParamLayout, Tile
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.plan import Item, Policy, Spec
@@ -213,7 +213,7 @@ def test_a_digest_tells_owners_and_exchanges_and_what_becomes_of_local_matrices(
 @pytest.mark.parametrize(("num", "most"), [(60, 1.05), (8, 1.25)])
 def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: float) -> None:
     layout = sharded(matrix_view((16, 32)), [range(r * shards, (r + 1) * shards) for r in range(replicas)], 0)
-    counts = count_plan(make_plan([spec(f"p{i}", layout) for i in range(num)], Policy()), int)
+    counts = BucketCount.of_plan(make_plan([spec(f"p{i}", layout) for i in range(num)], Policy()), int)
     sent = [sum(side.bytes for bucket in buckets for side in bucket.sent) for buckets in counts.values()]
     assert max(sent) / (sum(sent) / len(sent)) <= most
 

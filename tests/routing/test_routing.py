@@ -33,17 +33,16 @@ from torch import nn
 
 from shardmuon import param_groups
 from shardmuon.commands.main import main
-from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
-from shardmuon.testing.layouts import cut_matrices
+from shardmuon.testing.layouts import ParamCase
 
 
 def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
     """Numbers of the elements of each matrix of a parameter of a model, by its group's options."""
     (group,) = [g for g in param_groups(model, **{"lr": 1e-3, **options}) if name in g["param_names"]]
     param = dict(model.named_parameters())[name]
-    view = matrix_view(param.shape, **{key: group[key] for key in VIEW_DEFAULTS if key in group})
-    return cut_matrices(view, torch.arange(param.numel()).view(param.shape))
+    case = ParamCase(tuple(param.shape), "", {key: group[key] for key in VIEW_DEFAULTS if key in group})
+    return case.matrices(torch.arange(param.numel()).view(param.shape))
 
 
 # A module, its parameter, and how its parts are cut out of it by hand; None: AdamW.
@@ -273,7 +272,9 @@ COMMANDS_OF_ROUTE: list[tuple[list[str], str, int, str]] = [
     (["route_example:built"], MODEL, 0, "Muon: 6 parameters, 6 matrices, 384 elements"),
     (["route_example:build", "--each", "--meta"], MODEL, 0, "blocks.2.1.weight  8x8    1 of 8x8  Muon       linear"),
     (["route_example:built"], _STRANGE, 0, "warning: param_groups: rates (6x4) is a parameter of Net"),
-    (["route_example"], MODEL, 2, "is no MODULE:FUNCTION and no config.json"),
+    (["route_example"], MODEL, 2, "is no model that is known"),
+    (["route_example:"], MODEL, 2, "is no MODULE:FUNCTION and no config.json"),
+    (["llama3-8b"], MODEL, 0, "Muon"),
     (["route_example:missing"], MODEL, 2, "has no attribute 'missing'"),
     (["no_such_module:build"], MODEL, 2, "No module named 'no_such_module'"),
     (["route_example:number"], MODEL, 2, "'int' object is not callable"),

@@ -24,10 +24,9 @@ from zoo_models import CLASSIFIERS, MODELS
 
 from shardmuon import param_groups
 from shardmuon.commands.main import main
-from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import ParamGroups
-from shardmuon.testing.layouts import cut_matrices
+from shardmuon.testing.layouts import ParamCase
 
 _MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")
@@ -89,7 +88,7 @@ def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
     """The matrices of a parameter (or its gradient) by the options of its group."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
-    return cut_matrices(matrix_view(tensor.shape, **options), tensor)
+    return ParamCase(tuple(tensor.shape), "", options).matrices(tensor)
 
 
 def gradient(model: nn.Module, run: Callable[[nn.Module], Tensor], name: str) -> list[Tensor]:

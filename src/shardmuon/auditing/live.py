@@ -198,8 +198,8 @@ class StepAudit:
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # 8-bit momentum is decoded
-        yield "gradient", layout, self._proposal.grads[number]  # redistributed to the parameter's layout if necessary
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # the keeper decodes 8-bit momentum
+        yield "gradient", layout, self._proposal.grads[number]  # gradients are in the parameters' layouts
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
@@ -235,7 +235,7 @@ class StepAudit:
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
-            # All matrices of one shape are judged by the same rank, so that this rank can detect swapped results.
+            # The same rank judges all matrices of one shape, so that it can detect swapped results.
             target = ranks[(shapes.index(shape) + self._schedule.num_audits) % len(ranks)]
             read.append(self._tried(self._params[number].name, self._read, number, matrix, target))
         told = gather([None if one is None else self._has_gradient(one) for one in read], ranks)
@@ -428,8 +428,8 @@ def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
 
 
 def _block_of(places: Tensor, cols: int) -> _Block | None:
-    """Return the rectangle of a matrix that consists of exactly these row-major positions, or None if the positions do
-    not form a rectangle. `cols` is the number of columns of the matrix."""
+    """Return the rectangle of a matrix that consists of exactly the row-major positions `places`, or None if the
+    positions do not form a rectangle. `cols` is the number of columns of the matrix."""
     if not len(places):
         return None
     (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))

@@ -563,4 +563,4 @@ def _step_ns(buckets: Sequence[_Timed]) -> int:
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]
         for rank in dict.fromkeys(slowest)
     ]
-    return int(max(course.end for course in clock.run(ranks, 0, [0] * len(ranks), 0.5)))
+    return int(max(course.end for course in clock.Course.simulate(ranks, 0, [0] * len(ranks), 0.5)))

@@ -30,7 +30,7 @@ from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.price.machines import machine_of
+from shardmuon.price.machines import Machine
 from shardmuon.step.bucket import Buckets
 from shardmuon.step.stages import WeightSet
 from shardmuon.variants import Stage, WeightStage, keeping
@@ -224,7 +224,7 @@ class Offer:
         machines: dict[str, list[int]] = {}
         for other, stamp in sorted(table.stamps.items()):
             machines.setdefault(stamp, []).append(other)
-        policy = Policy(self._config.bucket_bytes, machine_of(table.stamps.values()), each=len(machines) < 2)
+        policy = Policy(self._config.bucket_bytes, Machine.slowest(table.stamps.values()), each=len(machines) < 2)
         plan = make_plan(specs, policy)
         if len(machines) > 1:
             unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in machines.items())

@@ -72,8 +72,8 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            # `given` is a smaller batch, which `orthogonalize` pads with zeros. In odd draws, it also contains the
-            # matrix in the next slot.
+            # `given` is a smaller batch, which `orthogonalize` pads with zeros. In odd draws, `given` also
+            # contains the matrix in the next slot.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
