@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon.comm.groups import GroupRef, Ranks, close_lane, group_for, my_rank, num_ranks, wire_device
+from shardmuon.comm.groups import GroupRef, Lane, Ranks, group_for, my_rank, num_ranks, wire_device
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, Unlike, digest_of
 from shardmuon.errors import (
     RELOAD,
@@ -201,7 +201,7 @@ class Scaler(TableCall[_Bound]):
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    close_lane(self._bound.component)  # ranks that wait for this rank then fail immediately
+                    Lane.close_over(self._bound.component)  # ranks that wait for this rank then fail immediately
             raise
 
     @torch.no_grad()

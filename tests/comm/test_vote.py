@@ -102,7 +102,7 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
     """The message in which a rank of this component sends its ballot."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
-    with mock.patch.object(voting, "lane_of", return_value=lane):
+    with mock.patch.object(groups.Lane, "over", return_value=lane):
         vote(ballot, own)
     return found[0]
 
@@ -114,7 +114,7 @@ def voted(ballots: dict[int, Ballot]) -> Ballot:
     one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
     assert one == other
     lane = SimpleNamespace(me=0, merge=lambda *_: one)
-    with mock.patch.object(voting, "lane_of", return_value=lane):
+    with mock.patch.object(groups.Lane, "over", return_value=lane):
         return vote(ballots[own[0]], own)
 
 
@@ -285,7 +285,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote; the others' time-out is a second, or it closes its lane."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # all connections are there
-    lane = groups.lane_of(ranks)
+    lane = groups.Lane.over(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
     if dist.get_rank() < 3:
@@ -294,7 +294,7 @@ def _late(closes: bool) -> tuple[str, float]:
         text = str(caught.value)
     elif closes:
         for _ in range(2):  # an exception is told by the core of a group, and again by the optimizer's
-            groups.close_lane(ranks)
+            groups.Lane.close_over(ranks)
     took = time.monotonic() - began
     dist.barrier()
     lane.close()

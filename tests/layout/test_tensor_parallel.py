@@ -169,7 +169,11 @@ def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, A
         ({"tp_group": "tp"}, {}, "tp_group='tp' is no process group"),
         ({"tp_group": -100}, {}, r"tp_group=-100 is what new_group\(\) gives a rank that it leaves out, here rank 0"),
         ({"process_group": -100}, {}, r"process_group=-100 is what new_group\(\) gives a rank that it leaves out"),
-        ({"process_group": "world"}, {}, r"process_group='world' is no process group\. Give one of torch.distributed"),
+        (
+            {"process_group": "world"},
+            {},
+            r"process_group='world' is no process group of rank \d\. Give each rank a group",
+        ),
         ({"tp_group": (0, 0)}, {}, r"tp_group=\(0, 0\) must be a process group or different global ranks"),
     ],
 )

@@ -49,14 +49,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardmuon._torch import default_group
-from shardmuon.comm.groups import LARGEST, Ranks, lane_of, made_under, my_rank, num_ranks
+from shardmuon.comm.groups import Lane, Ranks, current_world, my_rank, num_ranks
 from shardmuon.errors import Refused, fault_text, ranks_text
 
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-MOST_BITS = 8 * (LARGEST - 256)  # largest number of presence bits in a message; 256 bytes are left for other fields
+MOST_BITS = 8 * (
+    Lane.LARGEST - 256
+)  # largest number of presence bits in a message; 256 bytes are left for other fields
 
 
 class Unlike(ValueError):
@@ -185,7 +186,7 @@ def vote(ballot: Ballot, component: Ranks) -> Ballot:
     """
     if len(component) == 1:
         return ballot
-    lane, total = lane_of(component), 0
+    lane, total = Lane.over(component), 0
     for ranks, digest in (ballot.digests or {}).items():
         factor = len(ranks) - 1 if component[lane.me] == ranks[0] else -1
         total += factor * int.from_bytes(digest_of((_VERSION, ballot.num_bits, ranks, digest)), "little")
@@ -239,7 +240,7 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
             sent = pickle.dumps((None, value))
         if fault.text is not None:
             sent = pickle.dumps((fault.text, None))
-        everyone = lane_of(ranks).share(sent, "gathering values")
+        everyone = Lane.over(ranks).share(sent, "gathering values")
     if said := _told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), fault.cause)
     return [theirs for _, theirs in everyone]
@@ -305,12 +306,12 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
     """
     known = {my_rank(): _Entry(sets, fault.text, facts)}
     if before is not None and len(before) > 1:
-        everyone = lane_of(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
+        everyone = Lane.over(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
     num_done = 0
     while num_done < _num_rounds(known):  # all ranks of a component stop after the same round
         for ranks in in_order(sets):
-            for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
+            for heard in Lane.over(ranks).share(pickle.dumps(known), "finding out who belongs together"):
                 known.update(heard)
         num_done += 1
     _refuse(known, fault)
@@ -353,13 +354,6 @@ def _refuse(known: _Known, fault: Fault) -> None:
 
 
 # ------------------------------------------------------------------------------------ agreement before each call
-
-
-def current_world() -> bytes | None:
-    """Return the token of the default process group, or None if there is no default process group. Global ranks that
-    were recorded under two different tokens cannot be compared."""
-    world = default_group()
-    return None if world is None else made_under(world).token
 
 
 class Agreed:

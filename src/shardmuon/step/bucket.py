@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.comm.groups import Pending, Traffic, group_for, start, wire_device
+from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
@@ -198,7 +198,7 @@ class Buckets:
             try:
                 if turn == "begin":
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
-                    runs[i] = bound.run(work, watch, partial(start, group, traffic))
+                    runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
                 next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
             except ExchangeError:

@@ -19,26 +19,20 @@ from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
-# States of a gradient: missing, placed like its parameter, placed unlike its parameter.
-NONE, READY, MISPLACED = 0, 1, 2
-# Descriptions of the three states for error messages.
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
+
+class GradientState:
+    """States of a gradient, as texts for error messages."""
+
+    NONE = "no gradient"
+    READY = "a gradient"
+    MISPLACED = "a gradient that is placed unlike the parameter"
+
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape of a tensor, and rank -> pieces that it stores
-
-# Part of error messages that explains how to get the process group of AutoTP, DeepSpeed's tensor parallelism.
-AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
-
-
-def name_of(group: Group, index: int, position: int) -> str:
-    """Return the name that the user gave to a parameter, or a text with the parameter's position and group index if
-    there is no such name."""
-    names = names_of(group)
-    return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
 def names_of(group: Group) -> Sequence[str]:
@@ -50,8 +44,11 @@ def names_of(group: Group) -> Sequence[str]:
 
 
 def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
-    """List the (name, parameter) pairs of a group, with names from `name_of`."""
-    return [(name_of(group, index, position), param) for position, param in enumerate(group["params"])]
+    """List the (name, parameter) pairs of a group. If the user gave no names, a name is a text with the parameter's
+    position and the group's index."""
+    names, params = names_of(group), group["params"]
+    names = names or [f"parameter {position} of group {index}" for position in range(len(params))]
+    return list(zip(map(str, names), params, strict=True))
 
 
 Grid = tuple[Ranks, ...]  # ranks that share a tensor: one row per replica, one column per part
@@ -159,8 +156,8 @@ class Engine:
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
                 "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
-                f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
-                "this rank alone"
+                "tp_group=<its tensor-parallel process group> (of DeepSpeed's AutoTP: deepspeed.utils.groups."
+                f"get_tensor_model_parallel_group()); tp_group=({my_rank()},) if that has this rank alone"
             )
         ranks, shape = _mates_of(group), tuple(param.shape)
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"

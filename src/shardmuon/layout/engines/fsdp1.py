@@ -60,7 +60,7 @@ class UnitPlace(NamedTuple):
     def of(param: Tensor) -> UnitPlace | None:
         """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
         parameter's model cannot be found."""
-        if not is_flattened(param):
+        if not _is_flattened(param):
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
@@ -69,6 +69,12 @@ class UnitPlace(NamedTuple):
             UnitPlace.learn(gc.get_objects())
             found = _PLACES.get(param)
         return found
+
+    @staticmethod
+    def is_elsewhere(param: Tensor) -> bool:
+        """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
+        place = UnitPlace.of(param)
+        return place is not None and place.numel == 0
 
     @staticmethod
     def learn(objects: Iterable[Any]) -> None:
@@ -104,7 +110,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
             param._shardmuon_home = home
 
 
-def is_flattened(param: Tensor) -> bool:
+def _is_flattened(param: Tensor) -> bool:
     """True if the tensor is part of an FSDP1 flat parameter, or is a flat parameter itself."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
@@ -129,19 +135,13 @@ def refuse_flat(param: Tensor) -> None:
         )
 
 
-def lies_elsewhere(param: Tensor) -> bool:
-    """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
-    place = UnitPlace.of(param)
-    return place is not None and place.numel == 0
-
-
 class FSDP1Engine(FlatEngine):
     """Engine for original parameters of FSDP1 (`use_orig_params=True`)."""
 
     def recognizes(self, param: Tensor) -> bool:
         place = UnitPlace.of(param)
         # With NO_SHARD, the parameter is a plain tensor, which the base engine handles.
-        return is_flattened(param) if place is None else place.is_sharded
+        return _is_flattened(param) if place is None else place.is_sharded
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info
