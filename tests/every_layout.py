@@ -18,7 +18,6 @@ from shardmuon.comm.groups import Pending, Ranks, Traffic
 from shardmuon.foresight.counting import count_plan
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
-from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
-from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import named_params
+from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
@@ -406,7 +407,7 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
     engine: Engine | None = None
     shape: Ints = ()
     try:
-        engine = engine_for(param, group)
+        engine = engine_of(param, group)
         shape = engine.shape(param)
         return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
     except ValueError as wrong:
@@ -513,7 +514,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         listed[id(p)] = name
         with about(name):
             check_expert(p, group, unset)
-            engine_for(p, group)
+            refuse_flat(p)
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

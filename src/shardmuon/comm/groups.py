@@ -117,8 +117,8 @@ class GroupRef:
             found = cls(group_ranks(value), str(value.group_name))
         else:
             raise ValueError(
-                f"{what}={value!r} is no process group of rank {my_rank()}. Give each rank a group of torch.distributed "
-                f"that it is in ({dist.GroupMember.NON_GROUP_MEMBER} is what new_group() gives a rank that it leaves "
+                f"{what}={value!r} is no process group of rank {my_rank()}. Give each rank a group of torch.distributed"
+                f" that it is in ({dist.GroupMember.NON_GROUP_MEMBER} is what new_group() gives a rank that it leaves "
                 "out), global ranks, or none"
             )
         if found.ranks and my_rank() not in found.ranks:

@@ -32,7 +32,7 @@ from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import _K, Call, Fault, Unlike, digest_of, discover, gather, refuse_unlike
 from shardmuon.errors import about
-from shardmuon.layout.engines import Engine, sharing
+from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import Claim, Extent, Grid, Group, Ties
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -207,7 +207,7 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     found = []
     for one in listed:
         with about(one.name):
-            engine = sharing(one.param, one.group)
+            engine = engine_of(one.param, one.group)
             found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
     return found
 
@@ -221,7 +221,7 @@ def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault
         with fault:
             for name, param, group in params():
                 with fault, about(name):
-                    ties = sharing(param, group).ties(param, group)
+                    ties = engine_of(param, group).ties(param, group)
                     found[ties] = ties.sets
         if fault.text is None:
             break

@@ -6,46 +6,44 @@ and registered in the folder of that framework.
 
 from __future__ import annotations
 
-from torch import Tensor
+from types import MappingProxyType
+
+from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines.base import Engine, Group, engine_of, register
+from shardmuon.layout.engines.base import Engine, Group
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.engines.flat import FlatEngine
-from shardmuon.layout.engines.fsdp1 import FSDP1Engine, refuse_flat
+from shardmuon.layout.engines.fsdp1 import FSDP1Engine
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 
-__all__ = ["Engine", "engine_for", "engine_of", "register", "sharing"]
+__all__ = ["Engine", "engine_of", "register"]
 
-for builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
-    register(builtin)
-
-
-def sharing(param: Tensor, group: Group) -> Engine:
-    """Return the engine that handles a parameter's kind of storage. For a plain tensor, the engine depends on the
-    options of the parameter group. The function does not look for further errors in the parameter, so that the engine
-    of a faulty parameter can still report which ranks share the parameter.
-
-    Raises:
-        ValueError: The engine cannot be determined. The message does not contain the parameter's name.
-    """
-    engine = engine_of(param)
-    if type(engine) is Engine:
-        shards = GroupRef.of(group.get("tp_group"), "tp_group")
-        return TensorParallelEngine(shards) if shards is not None and shards.ranks else engine
-    refuse_flat(param)
-    return engine
+_PLAIN = Engine()
+_ENGINES = [FSDP1Engine(), DTensorEngine(), FlatEngine(), _PLAIN]  # in search order; the last recognizes every tensor
 
 
-def engine_for(param: Tensor, group: Group) -> Engine:
-    """Return the engine that handles a parameter's kind of storage, after checking the attributes that describe a
-    tensor-parallel shard.
+def register(engine: Engine) -> None:
+    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only
+    tensors of its own kind."""
+    _ENGINES.insert(0, engine)
+
+
+def engine_of(param: Tensor, group: Group = MappingProxyType({})) -> Engine:
+    """Return the engine that handles a parameter's kind of storage.
+
+    Args:
+        param: The parameter.
+        group: Options of the parameter's group, which can name the ranks that share a plain tensor. Without the
+            options, the engine can access the storage, but does not find the placement of a plain tensor.
 
     Raises:
-        ValueError: The engine cannot be determined, or the attributes are invalid. The message does not contain the
-            parameter's name.
+        ValueError: The option `tp_group` is invalid. The message does not contain the parameter's name.
     """
-    engine = sharing(param, group)
-    if isinstance(engine, TensorParallelEngine):
-        engine.cut(param)
-    return engine
+    # Skip the search for a plain tensor without attributes: engines recognize plain tensors by attributes that
+    # frameworks set.
+    found = _PLAIN
+    if type(param) not in (Tensor, nn.Parameter) or param.__dict__:
+        found = next(engine for engine in _ENGINES if engine.recognizes(param))
+    shards = GroupRef.of(group.get("tp_group"), "tp_group") if found is _PLAIN else None
+    return TensorParallelEngine(shards) if shards is not None and shards.ranks else found
