@@ -52,48 +52,46 @@ class Shard(NamedTuple):
     factor: int = 1
 
 
-_Placements = tuple[Shard | None, ...]  # one entry for each mesh axis; None: the axis replicates the tensor
-
-
 class OnMesh(NamedTuple):
     """Placement of a tensor on a mesh of ranks.
 
     Attributes:
         mesh: Size of each mesh axis.
         ranks: Global ranks, in row-major order of their mesh coordinates.
-        placements: Placement for each mesh axis.
+        placements: Placement for each mesh axis; None if the axis replicates the tensor.
     """
 
     mesh: Ints
     ranks: Ints
-    placements: _Placements
+    placements: tuple[Shard | None, ...]
+
+    def reading(self, shape: Ints) -> dict[int, _OfRank]:
+        """Compute the pieces that each rank stores of a tensor with this global shape, and the shape of the storage
+        that contains the pieces. The ranks are in the order of `ranks`."""
+        places = itertools.product(*map(range, self.mesh))
+        return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
+
+    def read_at(self, shape: Ints, place: Ints) -> _OfRank:
+        """Compute the pieces and the storage shape of the rank at mesh coordinate `place`, as in `reading`."""
+        ranges = []
+        for dim, size in enumerate(shape):
+            listed = [(axis, p.factor) for axis, p in enumerate(self.placements) if p and p.dim == dim]
+            ranges.append(_ranges(size, _nested(listed, self.mesh), self.mesh, place))
+        return _stored(ranges)
+
+    def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
+        """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
+        parameter that is placed on this mesh: see [Note: where kept numbers lie]. `layout`: layout of the parameter."""
+        view = layout.view.kept(sizes)
+        # Mesh axes that shard dim 0 of the stack also shard dim 0 of the state tensor. All other axes replicate it.
+        cuts = tuple(p if p is not None and p.dim == 0 else None for p in self.placements)
+        if layout.view.num_row_dims == 1 or not any(cuts):
+            return ParamLayout.replicated(view, layout.ranks)
+        found = self._replace(placements=cuts).reading(view.shape)
+        return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))
 
 
 _Cuts = tuple[tuple[int, int], ...]  # (mesh axis, split factor) of each cut of a tensor dim, earliest cut first
-
-
-def reading(shape: Ints, mesh: Ints, placements: _Placements) -> tuple[_OfRank, ...]:
-    """Compute the pieces of a tensor and the shape of their storage for each rank of a mesh.
-
-    Args:
-        shape: Global shape of the tensor.
-        mesh: Size of each mesh axis.
-        placements: Placement for each mesh axis.
-
-    Returns:
-        Pieces and storage shape of each rank, in row-major order of mesh coordinates.
-    """
-    return tuple(read_at(shape, mesh, placements, place) for place in itertools.product(*map(range, mesh)))
-
-
-def read_at(shape: Ints, mesh: Ints, placements: _Placements, place: Ints) -> _OfRank:
-    """Compute the pieces and the storage shape of the rank at mesh coordinate `place`. The other arguments are those of
-    `reading`."""
-    ranges = []
-    for dim, size in enumerate(shape):
-        cuts = _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
-        ranges.append(_ranges(size, cuts, mesh, place))
-    return _stored(ranges)
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
@@ -236,24 +234,3 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
             found.append(Held(FlatRange(low - at, high - at, box), (low - start,)))
         at += box.numel
     return tuple(found)
-
-
-# ------------------------------------------------------------------------------------------- state of variants' stages
-
-
-def kept_layout(layout: ParamLayout, sizes: Sequence[int], place: OnMesh | None) -> ParamLayout:
-    """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
-    parameter: see [Note: where kept numbers lie].
-
-    Args:
-        layout: Layout of the parameter.
-        sizes: Number of values for each matrix.
-        place: Mesh and placements of the parameter; None if the parameter is not placed on a mesh.
-    """
-    view = layout.view.kept(sizes)
-    # Mesh axes that shard dim 0 of the stack also shard dim 0 of the state tensor. All other axes replicate it.
-    cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
-    if layout.view.num_row_dims == 1 or place is None or not any(cuts):
-        return ParamLayout.replicated(view, layout.ranks)
-    found = dict(zip(place.ranks, reading(view.shape, place.mesh, cuts), strict=True))
-    return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))

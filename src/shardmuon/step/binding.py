@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import Claim, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
-from shardmuon.layout.mesh import OnMesh, kept_layout
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
 from shardmuon.momentum.stores import mix_
@@ -242,8 +241,10 @@ def _kept_layout(
     key = layout, stage.key
     if key not in known:
         numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
-        on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
-        known[key] = kept_layout(layout, numbers, on_mesh)
+        if engine.believes_placements:
+            known[key] = claim.form[1].kept(layout, numbers)
+        else:
+            known[key] = ParamLayout.replicated(layout.view.kept(numbers), layout.ranks)
     return known[key]
 
 

@@ -122,8 +122,7 @@ class Engine:
 
     Attributes:
         believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
-            stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and the fields of
-            `OnMesh`.
+            stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and an `OnMesh`.
         plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
             to split tensors into shards and to join shards.
     """

@@ -41,22 +41,21 @@ class DTensorEngine(Engine):
         return is_dtensor(param)
 
     def ties(self, param: Any, group: Group) -> Ties:
-        ranks, rank = mesh_key(param.device_mesh)[1], my_rank()
+        ranks, rank = _ranks_of(param.device_mesh), my_rank()
         return Ties((rank,), tuple(sorted(ranks)) if rank in ranks else (rank,))
 
     def claim(self, param: Any, group: Group) -> Claim:
-        mesh, ranks = mesh_key(param.device_mesh)
-        if my_rank() not in ranks:
+        mesh = param.device_mesh
+        place = meshes.OnMesh(tuple(mesh.shape), _ranks_of(mesh), _cuts_of(param.placements))
+        if my_rank() not in place.ranks:
             raise ValueError(
-                f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}; leave it out of this rank's "
-                "groups"
+                f"rank {my_rank()} is not in the parameter's mesh {mesh}; leave it out of this rank's groups"
             )
-        form = tuple(param.shape), mesh, ranks, _cuts_of(param.placements)
-        return Claim(form, placed(param), Extent(tuple(param._local_tensor.shape)))
+        return Claim((tuple(param.shape), place), placed(param), Extent(tuple(param._local_tensor.shape)))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        shape, mesh, ranks, placements = form
-        found = dict(zip(ranks, meshes.reading(shape, mesh, placements), strict=True))
+        shape, place = form
+        found = place.reading(shape)
         if not all(meshes.same_storage(implied, extents[rank].shape) for rank, (_, implied) in found.items()):
             raise ValueError(
                 f"cannot tell which elements a rank holds when its storage differs from its placements, which say "
@@ -158,9 +157,9 @@ def _around(
     return DTensor(storage, DTensorSpec(param.device_mesh, tuple(placements), meta), requires_grad=False)
 
 
-def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
-    """Return the shape of a mesh and its global ranks in row-major order."""
-    return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
+def _ranks_of(mesh: DeviceMesh) -> Ints:
+    """Return the global ranks of a mesh in row-major order."""
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def placed(tensor: DTensor) -> str:
@@ -197,4 +196,5 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
     """Compute the shape of this rank's local part of a tensor with the given global shape and placements."""
-    return meshes.read_at(shape, tuple(mesh.shape), _cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]
+    place = meshes.OnMesh(tuple(mesh.shape), (), _cuts_of(placements))
+    return place.read_at(shape, tuple(mesh.get_coordinate() or ()))[1]
