@@ -31,8 +31,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.report import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
-from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, current_world, group_for, group_ranks, my_rank
-from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, in_order
+from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, group_for, group_ranks, my_rank
+from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
@@ -344,7 +344,7 @@ class StepCall(TableCall[Binding]):
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
         digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
-        return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
+        return Ballot(self.phase, flags, digests, self.proposal.presence)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[Any]:
         return self.proposal.lines(kept, ranks, self._due)

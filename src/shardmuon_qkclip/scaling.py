@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.comm.groups import GroupRef, Lane, Ranks, group_for, my_rank, num_ranks, wire_device
-from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, Unlike, digest_of
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, digest_of
 from shardmuon.errors import (
     RELOAD,
     REMEDY,
@@ -114,7 +114,7 @@ class _Bound(Agreed):
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
             if size != rows.num():  # equal on all ranks with this weight, so all raise the error
-                raise Unlike(
+                raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )

@@ -59,15 +59,9 @@ class _Made:
 _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # keys are default process groups
 
 
-def _made_under(world: Any) -> _Made:
+def made_under(world: Any) -> _Made:
+    """Return the process groups and lanes that were created under a default process group, and its token."""
     return _MADE.setdefault(world, _Made())
-
-
-def current_world() -> bytes | None:
-    """Return the token of the default process group, or None if there is no default process group. Global ranks that
-    were recorded under two different tokens cannot be compared."""
-    world = default_group()
-    return None if world is None else _made_under(world).token
 
 
 def my_rank() -> int:
@@ -166,7 +160,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
-    made = _made_under(world)
+    made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
     if kept is not None and is_alive(kept):  # the object of a destroyed group can still exist
@@ -318,7 +312,7 @@ class Lane:
         world = default_group()
         if world is None:
             raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-        lanes = _made_under(world).lanes
+        lanes = made_under(world).lanes
         lane = lanes.get(ranks)
         if lane is None or not lane.is_open:
             lane = lanes[ranks] = cls(ranks, world, 1 if lane is None else lane.number + 1)
@@ -329,8 +323,8 @@ class Lane:
         """Close the lane of these ranks if this rank has one. Does not create a lane just to close it: the sequence
         number of the next lane would then differ between ranks."""
         world = default_group()
-        if world is not None and ranks in _made_under(world).lanes:
-            _made_under(world).lanes[ranks].close()
+        if world is not None and ranks in made_under(world).lanes:
+            made_under(world).lanes[ranks].close()
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
         """All-reduce a message of plain data over the ranks of the lane. All hops share one deadline.

@@ -23,8 +23,7 @@ inputs that must be equal on all ranks. `Call.agree` decides whether all ranks p
 
     Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
     first rank of S adds (n - 1) h(S, digest) modulo 2^128, and each other rank of S subtracts h(S, digest). Here h is a
-    hash of the set, the digest, the version of the format and the number of presence bits. Equal digests cancel.
-    Unequal digests leave a sum of different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a
+    hash of the set, the digest and the version of the format. Equal digests cancel. Unequal digests leave a sum of different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a
     probability of at most n / 2^128.
 
 [Note: who votes]
@@ -49,7 +48,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardmuon.comm.groups import Lane, Ranks, current_world, my_rank, num_ranks
+from shardmuon._torch import default_group
+from shardmuon.comm.groups import Lane, Ranks, made_under, my_rank, num_ranks
 from shardmuon.errors import Refused, fault_text, ranks_text
 
 _T = TypeVar("_T")
@@ -58,11 +58,6 @@ _MODULUS = 1 << 128
 MOST_BITS = 8 * (
     Lane.LARGEST - 256
 )  # largest number of presence bits in a message; 256 bytes are left for other fields
-
-
-class Unlike(ValueError):
-    """Error that several ranks find in the same gathered data, such as a mismatch between ranks. The error's message
-    gets no prefix that names a rank."""
 
 
 class Fault:
@@ -96,10 +91,10 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Refused):  # a Refused is raised on all ranks and already names the rank at fault
+        if isinstance(error, Refused):  # several ranks raise it, so its message gets no prefix that names this rank
             self.add(str(error), error.cause, own=False)
         elif error is not None:
-            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
+            self.add(fault_text(error), error)
         return True
 
     def settle(self, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
@@ -164,14 +159,12 @@ class Ballot(NamedTuple):
         digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set of this rank.
         presence: Bits for facts that only some ranks know, such as "has this gradient". A verdict merges the bits of
             all ranks by "or".
-        num_bits: Number of bits in `presence`, equal on all ranks.
     """
 
     phase: Phase
     flags: Flag = Flag.NONE
     digests: Mapping[Ranks, bytes] | None = None
     presence: int = 0
-    num_bits: int = 0
 
 
 _Message = tuple[int, int, int, int]  # phase, flags, sum of digests, presence bits
@@ -189,7 +182,7 @@ def vote(ballot: Ballot, component: Ranks) -> Ballot:
     lane, total = Lane.over(component), 0
     for ranks, digest in (ballot.digests or {}).items():
         factor = len(ranks) - 1 if component[lane.me] == ranks[0] else -1
-        total += factor * int.from_bytes(digest_of((_VERSION, ballot.num_bits, ranks, digest)), "little")
+        total += factor * int.from_bytes(digest_of((_VERSION, ranks, digest)), "little")
     mine = int(ballot.phase), int(ballot.flags), total % _MODULUS, ballot.presence
     phase, flags, total, presence = lane.merge(mine, _merged, f"a vote ({ballot.phase.name})")
     return Ballot(Phase(phase), Flag(flags) | (Flag.UNLIKE if total else Flag.NONE), presence=presence)
@@ -354,6 +347,13 @@ def _refuse(known: _Known, fault: Fault) -> None:
 
 
 # ------------------------------------------------------------------------------------ agreement before each call
+
+
+def current_world() -> bytes | None:
+    """Return the token of the default process group, or None if there is no default process group. Global ranks that
+    were recorded under two different tokens cannot be compared."""
+    world = default_group()
+    return None if world is None else made_under(world).token
 
 
 class Agreed:

@@ -75,8 +75,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from shardmuon.comm.groups import current_world, group_ranks, my_rank, num_ranks
-from shardmuon.comm.vote import Fault, run_together
+from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
+from shardmuon.comm.vote import Fault, current_world, run_together
 from shardmuon.errors import REMEDY, Refused, made_public
 from shardmuon.host import Host, Stepped, Weight, caller
 from shardmuon.layout.engines.base import Claim, Engine, Group

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks
-from shardmuon.comm.vote import _K, Call, Fault, Unlike, digest_of, discover, gather, refuse_unlike
-from shardmuon.errors import about
+from shardmuon.comm.vote import _K, Call, Fault, digest_of, discover, gather, refuse_unlike
+from shardmuon.errors import Refused, about
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import Claim, Extent, Grid, Group, Ties
 from shardmuon.layout.pieces import ParamLayout
@@ -145,7 +145,7 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             connect.
 
     Raises:
-        Unlike: The ties of some ranks do not fit together into a grid.
+        Refused: The ties of some ranks do not fit together into a grid.
     """
     found: dict[Ties, Grid] = {}
     for rank, of_rank in known.items():
@@ -171,13 +171,13 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
             if alike and all(part in column for part, column in zip(t.parts, columns, strict=True)):
                 rows.setdefault(mate, t.parts)
         if mate not in rows:
-            raise Unlike(_no_grid(rank, ties, mate, known))
+            raise Refused(_no_grid(rank, ties, mate, known))
     rows[rank] = ties.parts
     for at in range(len(columns)):
         column = union([row[at : at + 1] for row in rows.values()])
         for row in rows.values():
             if Ties(row, column) not in known.get(row[at], ()) or len(union(rows.values())) < len(columns) * len(rows):
-                raise Unlike(_no_grid(rank, ties, row[at], known))
+                raise Refused(_no_grid(rank, ties, row[at], known))
     return tuple(sorted(rows.values()))
 
 
@@ -368,7 +368,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
         stored = (
             f"ranks {(*told,)} store shapes {[extent.shape for extent in told.values()]} of it ({one.claim.text}): "
         )
-        raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
+        raise Refused(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
 
 
 def _compare_replicas(
@@ -397,13 +397,13 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprints of the parameter's local storage, one for
+    """Raise Refused if replicas of a parameter differ. `prints`: fingerprints of the parameter's local storage, one for
     each rank that shares the parameter."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
         first, wanted = seen.setdefault(pieces, (rank, value))
         if pieces and value != wanted:
-            raise Unlike(
+            raise Refused(
                 f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
                 "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
                 "with process_group=(), tp_group=(); if they are shards over a tp_group, write "

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, Ranks
-from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
-from shardmuon.errors import about, ranks_text
+from shardmuon.comm.vote import MOST_BITS, Agreed, in_order
+from shardmuon.errors import Refused, about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import Claim, named_params, names_of
@@ -141,10 +141,10 @@ class Binding(Agreed):
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter in `lacking`. Bits are unique among all ranks that vote together.
-        `everyone` has the `num_lacking` of each rank. Raises Unlike if a vote has too few bits."""
+        `everyone` has the `num_lacking` of each rank. Raises Refused if a vote has too few bits."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
-            raise Unlike(
+            raise Refused(
                 f"{sum(counts.values())} parameters may lack a gradient on ranks that store nothing of them, and a "
                 f"vote has room for {MOST_BITS}. Step them in several optimizers"
             )

@@ -104,7 +104,7 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
         if extension is not None:
             fault = "it is a DTensor (tensor parallelism) inside FSDP1"
         start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
-        info = FlatShard(tuple(shape), start, group, "FSDP1 flat parameters", copies, None, home, copies is not None)
+        info = FlatShard(tuple(shape), start, group, "FSDP1 flat parameters", copies, home=home)
         _PLACES[param] = UnitPlace(weakref.ref(unit), number, info, numel, fault, is_sharded)
         if home is not None:
             param._shardmuon_home = home
