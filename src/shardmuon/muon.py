@@ -286,6 +286,11 @@ class Core:
                     drop_others(group, self.state[p])
 
 
+# What a rank tells the others about its plan: for each set of ranks that share parameters, the number of parameters
+# whose gradient can be missing on some of these ranks, and the name of a process group of the set, if the rank knows one.
+_Told = tuple[dict[Ranks, int], dict[Ranks, str]]
+
+
 class StepCall(TableCall[Binding]):
     """One rank's part in the agreement of all ranks on a step, or on a plan without a step. Implements the interface
     `Call` of comm/vote.py.
@@ -367,25 +372,25 @@ class StepCall(TableCall[Binding]):
         core = self._core
         self.options = core.options.read(core.param_groups)
         self._offer = Offer(core.param_groups, self.options, core.config, core.keeper)
-        self.groups = {ranks: ref.group_name for ranks, ref in self._offer.refs.items()}
         self.stamp, self.fingerprint = self._offer.stamp, fingerprint
         return self._offer.listed
 
-    def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of these
-        # parameters whose gradient can be missing on some of the ranks
-        made = self._offer.bind(my_rank(), table)
+    def made(self, table: Table) -> tuple[Binding, _Told]:
+        made, refs = self._offer.bind(my_rank(), table), self._offer.refs
         sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
-        self._groups = {r: self._offer.refs[r].live() if r in table.groups else None for r in needed}
-        return made, made.num_lacking
+        self._groups = {ranks: refs[ranks].live() if ranks in refs else None for ranks in needed}
+        return made, (made.num_lacking, {ranks: refs[ranks].group_name for ranks in needed if ranks in refs})
 
-    def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
+    def heard(self, kept: Binding, everyone: Sequence[_Told]) -> None:
+        counts, names = zip(*everyone, strict=True)
+        names_on = dict(zip(kept.component, names, strict=True))
         # process groups must be created before the first exchange: creation is collective, and a rank that already
         # waits for tensors of other ranks could not take part
         for ranks, known in self._groups.items():
-            group_for(ranks, known)
-        kept.number_bits(everyone)
+            all_alike = len({names_on[rank].get(ranks) for rank in ranks}) == 1
+            group_for(ranks, known if all_alike else None)
+        kept.number_bits(counts)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
 
 

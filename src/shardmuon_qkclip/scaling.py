@@ -406,7 +406,7 @@ def _largest(
     `ranks`."""
     if len(ranks) == 1:
         return flat
-    group = group_for(ranks, hint)
+    group = group_for(ranks, None if hint is None else hint.live())
     flat = flat.to(wire_device(flat.device, ranks))
     with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)

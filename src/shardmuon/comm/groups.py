@@ -156,7 +156,6 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     created, with the timeout of `hint`, or with the timeout of the default group if `hint` is None. torch keeps all
     groups until `destroy_process_group()`.
     """
-    hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")

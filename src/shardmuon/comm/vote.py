@@ -23,8 +23,8 @@ inputs that must be equal on all ranks. `Call.agree` decides whether all ranks p
 
     Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
     first rank of S adds (n - 1) h(S, digest) modulo 2^128, and each other rank of S subtracts h(S, digest). Here h is a
-    hash of the set, the digest and the version of the format. Equal digests cancel. Unequal digests leave a sum of different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a
-    probability of at most n / 2^128.
+    hash of the set, the digest and the version of the format. Equal digests cancel. Unequal digests leave a sum of
+    different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a probability of at most n / 2^128.
 
 [Note: who votes]
     Before each call, all ranks that are connected through parameters and process groups (the component) vote. For the

@@ -23,7 +23,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -68,40 +67,6 @@ class _Described(NamedTuple):
     claim: Claim
 
 
-class _Facts(NamedTuple):
-    """First message of a rank to its component, the set of all ranks that shared parameters connect to this rank.
-
-    Attributes:
-        ties: The ranks that share each of this rank's parameters. Parameters that steps currently skip are included.
-        stamp: Text that identifies the rank's hardware and software, from `orthogonalize.stamp`.
-        nonce: Random bytes, drawn anew for each table. The table's token is a hash of the nonces of all ranks. If two
-            optimizers are otherwise equal, their tokens reveal that ranks step them in different orders.
-    """
-
-    ties: tuple[Ties, ...]
-    stamp: str
-    nonce: bytes
-
-
-class _Said(NamedTuple):
-    """Message of a rank about the parameters that it shares with a set of ranks.
-
-    Attributes:
-        digest: Digest of the parameters' descriptions, which must be equal on all of these ranks.
-        extents: This rank's storage of each parameter. Unlike the descriptions, the storage can differ from rank to
-            rank.
-        group: Name of a process group over these ranks, if this rank knows one; otherwise "".
-    """
-
-    digest: bytes
-    extents: list[Extent]
-    group: str
-
-
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the `sets` of these ties
-_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that these ranks share
-
-
 @dataclass(frozen=True, eq=False)
 class Table:
     """The layouts of an optimizer's parameters and the ranks that share them. Ranks that share a parameter have equal
@@ -113,9 +78,10 @@ class Table:
         claims: For each parameter, this rank's description of what it stores.
         layouts: Layout of each parameter.
         sets: Set of ranks -> indices of the parameters that these ranks share. Small sets come first.
-        groups: Set of ranks -> name of their process group, for sets where all ranks know the same group.
         stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
-        token: 16 bytes that identify this table, equal on all ranks of the component.
+        token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
+            bytes of each rank. If two optimizers are otherwise equal, their tokens reveal that ranks step them in
+            different orders.
     """
 
     component: Ranks
@@ -123,7 +89,6 @@ class Table:
     claims: tuple[Claim, ...]
     layouts: tuple[ParamLayout, ...]
     sets: dict[Ranks, tuple[int, ...]]
-    groups: dict[Ranks, str]
     stamps: dict[int, str]
     token: bytes
 
@@ -212,8 +177,10 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     return found
 
 
-def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
-    """Find the sets of ranks that share these parameters. Other ranks of the sets wait for this rank's message, so an
+def _sharers_of(
+    params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
+) -> dict[Ties, tuple[Ranks, ...]]:
+    """Find the sets of ranks that share these parameters: the ties of the parameters, and the sets of each. Other ranks of the sets wait for this rank's message, so an
     error does not stop the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains
     an error afterwards, the search is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
@@ -235,7 +202,6 @@ def bind(
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
     stamp: str = "",
-    groups: Mapping[Ranks, str] = MappingProxyType({}),
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
@@ -245,11 +211,10 @@ def bind(
     Args:
         listed: This rank's parameters.
         waiting: Function that returns name, tensor and group of every parameter for which other ranks can be waiting
-            for this rank. None: the listed parameters.
+            for this rank, including the listed ones. None: the listed parameters.
         beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
         before: Component of the previous table; None: there is no previous table.
         stamp: Text that identifies this rank's hardware and software.
-        groups: Set of ranks -> name of a process group over them, for groups that this rank knows.
         fingerprint: Function that hashes a storage to 64 bits, to compare replicas. None: replicas are not compared.
         fault: Record of an error that has already occurred on this rank, if any.
 
@@ -263,19 +228,18 @@ def bind(
     sharers = _sharers_of(waiting or (lambda: [(one.name, one.param, one.group) for one in listed]), fault)
     with fault:
         mine = describe(listed)
-        sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
     sets = tuple(dict.fromkeys([*itertools.chain(*sharers.values()), *beyond]))
-    known = discover(sets, _Facts(tuple(sharers), stamp, os.urandom(8)), fault, before)
+    known = discover(sets, (tuple(sharers), stamp, os.urandom(8)), fault, before)
     component, grids, numbers = tuple(known), dict[Ties, Grid](), dict[Ranks, list[int]]()
-    lines, said = dict[Ranks, list[str]](), dict[Ranks, _Said]()
+    lines, said = dict[Ranks, list[str]](), dict[Ranks, tuple[bytes, list[Extent]]]()
     with fault:
-        grids = _grids_of({other: theirs.ties for other, theirs in known.items()})
+        grids = _grids_of({other: ties for other, (ties, _, _) in known.items()})
         numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
+            said[ranks] = digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set]
     everyone = dict(zip(component, gather(said, component, fault), strict=True))
-    digests = {of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()}
+    digests = {of: {ranks: digest for ranks, (digest, _) in theirs.items()} for of, theirs in everyone.items()}
     refuse_unlike(digests, lines.__getitem__, lambda of, told: _unlike_lists(of, [ls or [] for ls in told]), fault)
     with fault:
         layouts = _layouts(mine, numbers, everyone, grids)
@@ -285,9 +249,8 @@ def bind(
             tuple(one.claim for one in mine),
             tuple(layouts),
             {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
-            _groups(said, everyone),
-            {other: theirs.stamp for other, theirs in known.items()},
-            digest_of([theirs.nonce for theirs in known.values()]),
+            {other: theirs for other, (_, theirs, _) in known.items()},
+            digest_of([nonce for _, _, nonce in known.values()]),
         )
         table.append(made)
     _compare_replicas(mine, table, component, fingerprint, fault)
@@ -333,23 +296,17 @@ def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _groups(said: Mapping[Ranks, _Said], everyone: Mapping[int, Mapping[Ranks, _Said]]) -> dict[Ranks, str]:
-    """Map each set of ranks to the name of its process group, for sets where all ranks know the same group."""
-    names = {ranks: {everyone[rank][ranks].group for rank in ranks} for ranks in said}
-    return {ranks: own.group for ranks, own in said.items() if own.group and names[ranks] == {own.group}}
-
-
 def _layouts(
     mine: Sequence[_Described],
-    numbers: _Numbers,
-    everyone: Mapping[int, Mapping[Ranks, _Said]],
+    numbers: Mapping[Ranks, Sequence[int]],
+    everyone: Mapping[int, Mapping[Ranks, tuple[bytes, list[Extent]]]],
     grids: Mapping[Ties, Grid],
 ) -> list[ParamLayout]:
     """Compute the layout of each parameter. Parameters with equal layouts share one object."""
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
-        for number, *told in zip(of_set, *(everyone[rank][ranks].extents for rank in ranks), strict=True):
+        for number, *told in zip(of_set, *(everyone[rank][ranks][1] for rank in ranks), strict=True):
             one = mine[number]
             key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
             if key not in known:
@@ -421,12 +378,11 @@ class TableCall(Call[_K]):
     Attributes:
         beyond: Ranks that must take part in the call even if they share no parameter with this rank; None: there are no
             such ranks.
-        stamp, groups, fingerprint: Arguments of `bind` for a new table.
+        stamp, fingerprint: Arguments of `bind` for a new table.
     """
 
     beyond: Ranks | None = None
     stamp = ""
-    groups: Mapping[Ranks, str] = MappingProxyType({})
     fingerprint: Callable[[Tensor], int] | None = None
 
     @abstractmethod
@@ -464,7 +420,6 @@ class TableCall(Call[_K]):
             beyond=() if self.beyond is None else (self.beyond,),
             before=before,
             stamp=self.stamp,
-            groups=self.groups,
             fingerprint=self.fingerprint,
             fault=fault,
         )

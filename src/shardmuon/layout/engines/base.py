@@ -81,18 +81,19 @@ class Extent(NamedTuple):
 
     Attributes:
         shape: Shape of the storage.
-        held: Pieces in the storage, if other ranks cannot compute them from the shape; otherwise empty.
+        held: Pieces in the storage; None if `Engine.stored` computes them from the claims.
     """
 
     shape: Ints
-    held: tuple[Held, ...] = ()
+    held: tuple[Held, ...] | None = None
 
 
 class Claim(NamedTuple):
     """One rank's description of a tensor, as plain data that the rank can send.
 
     Attributes:
-        form: Description of the tensor's layout. If ranks that share the tensor have different forms, all of them raise
+        form: Description of the tensor's layout, beginning with the tensor's global shape. A size of -1 marks a dim
+            that is cut into parts of any size. If ranks that share the tensor have different forms, all of them raise
             an error.
         text: Description of the form in words, for error messages.
         extent: This rank's storage, which other ranks do not know.
@@ -164,7 +165,8 @@ class Engine:
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         """Compute the tensor's global shape and the pieces that each rank stores. This is a pure function: equal claims
-        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
+        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces. The base class takes the
+        pieces from the claims; a rank whose claim has none stores the whole tensor.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
         `offset` of the tensor and at index `local` of the storage. The strides of the storage are arbitrary. If the
@@ -179,8 +181,8 @@ class Engine:
         Raises:
             ValueError: The claims of different ranks contradict each other.
         """
-        shape = extents[grid[0][0]].shape
-        return shape, dict.fromkeys(extents, (Held.whole(shape),))
+        shape, whole = form[0], (Held.whole(form[0]),)
+        return shape, {rank: whole if extent.held is None else extent.held for rank, extent in extents.items()}
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """List the process groups in the options of the parameter's group, each as a process group, a `GroupRef` or

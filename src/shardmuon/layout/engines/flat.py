@@ -8,7 +8,6 @@ once. A rank that stores no element of the tensor has an empty shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
-from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, Ties
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Group, Ties
 from shardmuon.layout.mesh import Cut, flat_part
 from shardmuon.layout.views import Ints
 
@@ -101,9 +100,6 @@ class FlatEngine(Engine):
         held = flat_part(info.shape, info.cut, parts.index(my_rank()), len(parts), info.start, stop)
         extent = Extent(tuple(param.shape), held)
         return Claim((info.shape, info.cut), f"{info.kind}{cut}", extent, empty_lacks_gradient=True)
-
-    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        return form[0], {rank: extent.held for rank, extent in extents.items()}
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         info = self.info(param)
