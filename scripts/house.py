@@ -383,9 +383,9 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
 
 def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
     """Bytes of one rank for one bucket: tiles to owners, results back, and results to other replicas."""
-    from shardmuon.plan.program import make_program
+    from shardmuon.plan.program import Program
 
-    program = make_program(plan, bucket, rank)
+    program = Program.of(plan, bucket, rank)
     relayed = program.relay.sent if program.relay is not None else ()
     elements: int = sum(program.gather.sent) + sum(program.scatter.sent) + sum(relayed)
     return elements * int(bucket.itemsize)

@@ -36,12 +36,11 @@ from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_or
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
-from shardmuon.layout.engines.base import GradientState, named_params
+from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    Group,
     MuonConfig,
     OptionsReader,
     Settings,
@@ -286,8 +285,8 @@ class Core:
                     drop_others(group, self.state[p])
 
 
-# What a rank tells the others about its plan: for each set of ranks that share parameters, the number of parameters
-# whose gradient can be missing on some of these ranks, and the name of a process group of the set, if the rank knows one.
+# Message of a rank about its plan. For each set of ranks that share parameters: the number of these parameters whose
+# gradient can be missing on some of the ranks, and the name of the set's process group if the rank knows such a group.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import named_params
-from shardmuon.layout.engines.fsdp1 import refuse_flat
+from shardmuon.layout.engines.base import Group, named_params
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
@@ -33,7 +33,6 @@ from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages
 
 # ------------------------------------------------------------------------------------------------ values
 
-Group = Mapping[str, Any]  # a parameter group of an optimizer
 _FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
 
 
@@ -514,7 +513,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         listed[id(p)] = name
         with about(name):
             check_expert(p, group, unset)
-            refuse_flat(p)
+            UnitPlace.refuse_flat(p)
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

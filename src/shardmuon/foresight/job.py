@@ -26,7 +26,8 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import BucketCount, count_plan
 from shardmuon.foresight.models import load_model
-from shardmuon.layout.mesh import OnMesh, Shard, flat_part
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import Box, ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import check_blocks
@@ -391,7 +392,8 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
     @cache
     def layout_of(view: MatrixView, held: _Ranges) -> ParamLayout:
-        return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
+        shards = ((FlatShard(view.shape, start, None, "flat buffers"), stop - start) for start, stop in held)
+        return ParamLayout(view, ranks, tuple(shard.held(numel) for shard, numel in shards))
 
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)

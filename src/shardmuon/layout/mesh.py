@@ -37,7 +37,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
+from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
@@ -91,10 +91,7 @@ class OnMesh(NamedTuple):
         return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))
 
 
-_Cuts = tuple[tuple[int, int], ...]  # (mesh axis, split factor) of each cut of a tensor dim, earliest cut first
-
-
-def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
+def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
     """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. In
     `listed`, a factor above 1 counts the shards made by all earlier cuts of axes that come later in the list. In the
     result, a factor counts only shards made by axes that are missing from the list."""
@@ -105,12 +102,12 @@ def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
             before *= mesh[ordered[position][0]]
             position += 1
         if factor % before:
-            return tuple(listed)
+            return listed
         ordered.insert(position, (axis, factor // before))
-    return tuple(ordered)
+    return ordered
 
 
-def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
+def _ranges(size: int, cuts: Sequence[tuple[int, int]], mesh: Ints, place: Ints) -> _Ranges:
     """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut divides the dim into
     `factor` parts and every part among the ranks along the mesh axis, so that a rank stores a share of every part."""
     ranges: _Ranges = ((0, size),)
@@ -208,29 +205,3 @@ class Cut(NamedTuple):
             ranges[self.dim] = tuple((block + start, block + start + share) for block in blocks)
             yield ranges
             start += share
-
-
-def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: int, stop: int) -> tuple[Held, ...]:
-    """Compute the pieces that make up elements [start, stop) of one flattened tensor-parallel shard ("part"), in
-    storage order.
-
-    Args:
-        shape: Shape of the whole tensor.
-        cut: Cut into equal parts. The cut must be along dim 0 or have stride 1, because otherwise the boxes of a part
-            are not consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole
-            tensor.
-        part, num_parts: Index of the part, and number of parts.
-        start, stop: Element range in the part.
-    """
-    if start >= stop:
-        return ()
-    if cut is None:
-        return (Held(FlatRange(start, stop), (0,)),)
-    found, at = [], 0
-    for box, _ in cut.parts(shape, (shape[cut.dim] // num_parts,) * num_parts)[part]:
-        low, high = max(start, at), min(stop, at + box.numel)
-        if low < high:
-            assert isinstance(box, Box), "parts are boxes"
-            found.append(Held(FlatRange(low - at, high - at, box), (low - start,)))
-        at += box.numel
-    return tuple(found)

@@ -96,18 +96,12 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
         return shared
     alone = _cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
     way, what = shared, "they share the work"
-    if _gains(shared.ns, alone.ns, policy):
+    # Sharing is slightly preferred, because replicas that receive the same results are certain to stay equal.
+    if alone.ns * _NO_GAIN <= shared.ns * 100 and alone.ns + _LATENCIES * policy.machine.across <= shared.ns:
         way, what = alone, "each works for itself"
     replicas = max(len(item.owners) for item in each.values())
     note = f"ranks {ranks_text(ranks)}: {replicas} replicas: {what}, by price ({policy.machine.name})"
     return way._replace(notes=(note, *way.notes))
-
-
-def _gains(shared: int, alone: int, policy: Policy) -> bool:
-    """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
-    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred, because replicas that
-    receive the same results are certain to stay equal."""
-    return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared
 
 
 # --------------------------------------------------------------------------------------------------------------- owners

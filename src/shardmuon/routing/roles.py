@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.fsdp1 import UnitPlace, refuse_flat
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
 
@@ -76,7 +76,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
     for order, (prefix, module, leaf, param) in enumerate(members):
         name = prefix + leaf
         with about(name):
-            refuse_flat(param)
+            UnitPlace.refuse_flat(param)
         parts = prefix.split(".")[:-1]
         if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
             *parts, _, leaf = parts

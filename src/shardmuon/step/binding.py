@@ -18,12 +18,12 @@ from shardmuon.comm.vote import MOST_BITS, Agreed, in_order
 from shardmuon.errors import Refused, about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import Claim, named_params, names_of
-from shardmuon.layout.engines.fsdp1 import refuse_flat
+from shardmuon.layout.engines.base import Claim, Group, named_params, names_of
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
 from shardmuon.momentum.stores import mix_
-from shardmuon.options import Group, MuonConfig, Settings
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
@@ -183,7 +183,7 @@ class Offer:
             for name, p in named_params(group, index):
                 with about(name):
                     if settings is None:
-                        refuse_flat(p)
+                        UnitPlace.refuse_flat(p)
                     elif p.requires_grad or p.grad is not None:  # frozen parameters can have a gradient
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))

@@ -21,7 +21,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
-from shardmuon.plan.program import Copy, KeptLoad, Program, Wire, make_program
+from shardmuon.plan.program import Copy, KeptLoad, Program, Wire
 from shardmuon.price.clock import turns
 from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
@@ -175,7 +175,7 @@ class Buckets:
         self.bounds: list[Bound] = []
         for bucket, home in buckets:
             device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
-            self.bounds.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device, ns_device))
+            self.bounds.append(Bound(plan, Program.of(plan, bucket, rank, missing), shapes, device, ns_device))
         self.moves = any(bound.moves for bound in self.bounds)
         relays = [bound.program.relay is not None for bound in self.bounds]
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))

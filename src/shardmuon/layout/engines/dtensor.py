@@ -40,6 +40,13 @@ class DTensorEngine(Engine):
     def recognizes(self, param: Tensor) -> bool:
         return is_dtensor(param)
 
+    @staticmethod
+    def placed(tensor: DTensor) -> str:
+        """Format a DTensor's placements and mesh for error messages."""
+        mesh = tensor.device_mesh
+        axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
+
     def ties(self, param: Any, group: Group) -> Ties:
         ranks, rank = _ranks_of(param.device_mesh), my_rank()
         return Ties((rank,), tuple(sorted(ranks)) if rank in ranks else (rank,))
@@ -51,7 +58,7 @@ class DTensorEngine(Engine):
             raise ValueError(
                 f"rank {my_rank()} is not in the parameter's mesh {mesh}; leave it out of this rank's groups"
             )
-        return Claim((tuple(param.shape), place), placed(param), Extent(tuple(param._local_tensor.shape)))
+        return Claim((tuple(param.shape), place), self.placed(param), Extent(tuple(param._local_tensor.shape)))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         shape, place = form
@@ -95,11 +102,11 @@ class DTensorEngine(Engine):
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not is_dtensor(grad):
-            raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {placed(param)}")
+            raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {self.placed(param)}")
         if grad.device_mesh != param.device_mesh or grad.shape != param.shape:
             raise ValueError(
-                f"its gradient of shape {tuple(grad.shape)} is placed {placed(grad)}, the parameter of shape "
-                f"{tuple(param.shape)} {placed(param)}. Redistribute the gradient to the parameter's mesh"
+                f"its gradient of shape {tuple(grad.shape)} is placed {self.placed(grad)}, the parameter of shape "
+                f"{tuple(param.shape)} {self.placed(param)}. Redistribute the gradient to the parameter's mesh"
             )
         if grad.placements == param.placements:
             return True
@@ -111,7 +118,7 @@ class DTensorEngine(Engine):
         ):
             raise ValueError(
                 f"its gradient is placed unlike the parameter, which stores shape {stored} here and not what its "
-                f"placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
+                f"placements imply ({self.placed(param)}). Redistribute the gradient to the parameter's rows first"
             )
         return False
 
@@ -162,13 +169,6 @@ def _ranks_of(mesh: DeviceMesh) -> Ints:
     return tuple(mesh.mesh.flatten().tolist())
 
 
-def placed(tensor: DTensor) -> str:
-    """Format a DTensor's placements and mesh for error messages."""
-    mesh = tensor.device_mesh
-    axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-    return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
-
-
 def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]:
     """Convert DTensor placements to one entry for each mesh axis: a `Shard`, or None if the axis replicates the tensor.
 
@@ -180,11 +180,8 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
     found: list[meshes.Shard | None] = []
     for placement in placements:
-        # This check precedes the check for Shard, the base class of strided shards in older versions of torch.
-        if isinstance(placement, strided_shard()):
-            found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
-        elif isinstance(placement, Shard):
-            found.append(meshes.Shard(placement.dim))
+        if isinstance(placement, (Shard, strided_shard())):
+            found.append(meshes.Shard(placement.dim, int(getattr(placement, "split_factor", 1))))
         elif isinstance(placement, Replicate):
             found.append(None)
         else:

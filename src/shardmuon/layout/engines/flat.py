@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
 from shardmuon.layout.engines.base import Claim, Engine, Extent, Group, Ties
-from shardmuon.layout.mesh import Cut, flat_part
+from shardmuon.layout.mesh import Cut
+from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.views import Ints
 
 
@@ -65,6 +66,23 @@ class FlatShard:
                 "with use_muon=False"
             )
 
+    def held(self, numel: int, part: int = 0) -> tuple[Held, ...]:
+        """Compute the pieces that make up a shard of `numel` elements, in storage order. `part`: index of this rank in
+        `tp_group`."""
+        stop = self.start + numel
+        if self.cut is None:
+            return (Held(FlatRange(self.start, stop), (0,)),) if numel else ()
+        num_parts = 1 if self.tp_group is None else len(self.tp_group.ranks)
+        sizes = (self.shape[self.cut.dim] // num_parts,) * num_parts
+        found, at = [], 0
+        for box, _ in self.cut.parts(self.shape, sizes)[part]:
+            low, high = max(self.start, at), min(stop, at + box.numel)
+            if low < high:
+                assert isinstance(box, Box), "parts are boxes"
+                found.append(Held(FlatRange(low - at, high - at, box), (low - self.start,)))
+            at += box.numel
+        return tuple(found)
+
     def mark(self, tensor: Tensor) -> Tensor:
         """Attach this description to a 1-D tensor, and return the tensor."""
         tensor._shardmuon_flat = self  # type: ignore[attr-defined]
@@ -96,9 +114,7 @@ class FlatEngine(Engine):
         if info.cut is not None:
             dim, stride = info.cut
             cut = f" of tensor-parallel shards on {len(parts)} ranks, cut along dim {dim} with stride {stride}"
-        stop = info.start + param.numel()
-        held = flat_part(info.shape, info.cut, parts.index(my_rank()), len(parts), info.start, stop)
-        extent = Extent(tuple(param.shape), held)
+        extent = Extent(tuple(param.shape), info.held(param.numel(), parts.index(my_rank())))
         return Claim((info.shape, info.cut), f"{info.kind}{cut}", extent, empty_lacks_gradient=True)
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:

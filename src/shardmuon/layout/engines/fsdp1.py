@@ -71,6 +71,16 @@ class UnitPlace(NamedTuple):
         return found
 
     @staticmethod
+    def refuse_flat(param: Tensor) -> None:
+        """Raise ValueError if the tensor is an FSDP1 flat parameter. The message does not contain the parameter's
+        name."""
+        if getattr(param, "_is_flat_param", False):
+            raise ValueError(
+                "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
+                "FullyShardedDataParallel(..., use_orig_params=True)"
+            )
+
+    @staticmethod
     def is_elsewhere(param: Tensor) -> bool:
         """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
         place = UnitPlace.of(param)
@@ -116,7 +126,7 @@ def _is_flattened(param: Tensor) -> bool:
 
 
 def _found(param: Tensor) -> UnitPlace:
-    refuse_flat(param)
+    UnitPlace.refuse_flat(param)
     place = UnitPlace.of(param)
     if place is None:
         raise ValueError(
@@ -124,15 +134,6 @@ def _found(param: Tensor) -> UnitPlace:
             "the optimizer after wrapping: Muon(model, ...)"
         )
     return place
-
-
-def refuse_flat(param: Tensor) -> None:
-    """Raise ValueError if the tensor is an FSDP1 flat parameter. The message does not contain the parameter's name."""
-    if getattr(param, "_is_flat_param", False):
-        raise ValueError(
-            "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
-            "FullyShardedDataParallel(..., use_orig_params=True)"
-        )
 
 
 class FSDP1Engine(FlatEngine):
