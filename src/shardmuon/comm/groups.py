@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
 from operator import sub
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,10 +103,9 @@ class GroupRef:
         if value is None or isinstance(value, GroupRef):
             return value
         if isinstance(value, (tuple, list)):
-            ranks = tuple(value)
-            if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
+            found = cls(tuple(value))
+            if not all(isinstance(rank, int) for rank in value) or len(set(value)) < len(value):
                 raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
-            found = cls(ranks)
         elif hasattr(value, "group_name"):
             found = cls(group_ranks(value), str(value.group_name))
         else:
@@ -259,16 +258,15 @@ class Pending(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------------- lanes
 
-# Kind of a hop, and index of the other rank in the lane. "hear" receives a message to merge, "take" the final result.
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]
 
-
-def _hops_of(me: int, num: int) -> list[_Hop]:
-    """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling])."""
+def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
+    """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling]). A hop
+    consists of its kind and the index of the other rank. The kind "hear" receives a message to merge, "take" the final
+    result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
-    hops: list[_Hop] = [("swap", me ^ 1 << doubled) for doubled in range(num.bit_length() - 1)]
+    hops = [("swap", me ^ 1 << doubled) for doubled in range(num.bit_length() - 1)]
     return hops if me + power >= num else [("hear", me + power), *hops, ("send", me + power)]
 
 

@@ -275,9 +275,6 @@ class _Entry(NamedTuple):
     facts: Any = None
 
 
-_Known = dict[int, _Entry]  # global rank -> its entry
-
-
 def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | None = None) -> dict[int, _T]:
     """Discover the component of this rank: all ranks connected to it. Collective over the component.
 
@@ -317,7 +314,7 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
-def _num_rounds(known: _Known) -> float:
+def _num_rounds(known: Mapping[int, _Entry]) -> float:
     """Compute the number of rounds of flooding after which every rank in `known` has the entries of all ranks that it
     can reach. The number is infinite if an entry in `known` names a rank whose entry is missing."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
@@ -331,7 +328,7 @@ def _num_rounds(known: _Known) -> float:
     return number
 
 
-def _refuse(known: _Known, fault: Fault) -> None:
+def _refuse(known: Mapping[int, _Entry], fault: Fault) -> None:
     """Raise Refused if an entry has an error, or if only some of a set's ranks list the set."""
     said = _told_by(known[rank].fault for rank in sorted(known))
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):

@@ -180,10 +180,10 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of these parameters, and the sets of ranks in each of the ties. Other ranks of the sets wait for this
-    rank's message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is left
-    out. If `fault` contains an error afterwards, the search is repeated once, because an interruption can end a search
-    early."""
+    """Find the ties of these parameters, and the sets of ranks in each of the ties. Other ranks of the sets wait for
+    this rank's message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is
+    left out. If `fault` contains an error afterwards, the search is repeated once, because an interruption can end a
+    search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:

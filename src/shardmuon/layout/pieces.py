@@ -136,12 +136,6 @@ class Tile(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    @property
-    def key(self) -> tuple[int, Ints, Ints]:
-        """Matrix and box of the tile, without the tile's location in storage. All replicas of a tile have equal
-        keys."""
-        return self.matrix, self.start, self.sizes
-
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
         """Compute the offset of the tile's first element, and the stride of each dim of the tile's box, in the
         row-major matrix that contains the tile."""

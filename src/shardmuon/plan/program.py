@@ -263,8 +263,9 @@ def _packed(
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
     """Make the copies that move received tiles to their places in the send buffer of the next exchange."""
-    places = {(load.param, load.tile.key): load.place for load in came}
-    found = ((to, places.get((to.param, to.tile.key))) for to in sent)
+    # Matrix, start and sizes identify a tile. `Tile.held`, the location in storage, differs between replicas.
+    places = {(load.param, load.tile[:3]): load.place for load in came}
+    found = ((to, places.get((to.param, to.tile[:3]))) for to in sent)
     return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
 
 
