@@ -20,7 +20,7 @@ is in this file. The package itself is never imported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.host import Host, Stepped, caller
-from shardmuon.layout.engines.base import Claim, Engine, Extent, Group
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import Cut
 
@@ -78,6 +78,9 @@ class MegatronFSDPEngine(DTensorEngine):
         form = shape, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), cut, num_parts
         text = f"Megatron-FSDP's {self.placed(param)}, along dim {cut.dim} with stride {cut.stride}"
         return Claim(form, text, Extent(local, held), True, _uncounted(param))
+
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
+        return Engine.stored(self, form, extents, grid)
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not super().is_aligned(grad, param):

@@ -295,8 +295,8 @@ def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[
             if dtype.is_floating_point and set(others) == {dtype}:
                 for position, of_one in zip(positions, zip(*storages, states, strict=True), strict=True):
                     found[position] = Row(*of_one)
-    for row, (name, p) in zip(found, named_params(group, index), strict=True) if None in found else ():
-        if row is None:
+    for ready, (name, p) in zip(found, named_params(group, index), strict=True) if None in found else ():
+        if ready is None:
             with about(name):
                 _check_adamw(p, state.get(p, _NOTHING))
     return found
