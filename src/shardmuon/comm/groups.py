@@ -282,7 +282,6 @@ class Lane:
         me: Index of this rank in `ranks`.
         number: Sequence number among the lanes of these ranks, equal on all of the ranks. The number makes the lane's
             key prefix in torch's store unique.
-        is_open: False once the lane has been closed.
         LARGEST: Size of the receive buffer in bytes. The size is fixed, so that receivers need not know the size of a
             message.
     """
@@ -301,7 +300,6 @@ class Lane:
         options._timeout = self._limit
         store = dist.PrefixStore(_name_of(ranks, number), dist.distributed_c10d._get_default_store())
         self._group: Any = gloo(store, self.me, len(ranks), options)
-        self.is_open = True
 
     @classmethod
     def over(cls, ranks: Ranks) -> Lane:
@@ -311,7 +309,7 @@ class Lane:
             raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
         lanes = made_under(world).lanes
         lane = lanes.get(ranks)
-        if lane is None or not lane.is_open:
+        if lane is None or lane._group is None:
             lane = lanes[ranks] = cls(ranks, world, 1 if lane is None else lane.number + 1)
         return lane
 
@@ -395,7 +393,7 @@ class Lane:
     def close(self) -> None:
         """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of
         `Lane.over` makes a new lane."""
-        self._group, self.is_open = None, False
+        self._group = None
 
 
 def _name_of(ranks: Ranks, number: int) -> str:

@@ -131,11 +131,10 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
-        for t in known.get(mate, ()):
-            alike = t.mates == ties.mates and len(t.parts) == len(columns)
-            if alike and all(part in column for part, column in zip(t.parts, columns, strict=True)):
-                rows.setdefault(mate, t.parts)
-        if mate not in rows:
+        alike = [t.parts for t in known.get(mate, ()) if t.mates == ties.mates and len(t.parts) == len(columns)]
+        fitting = (parts for parts in alike if all(part in column for part, column in zip(parts, columns, strict=True)))
+        rows[mate] = next(fitting, ())
+        if not rows[mate]:
             raise Refused(_no_grid(rank, ties, mate, known))
     rows[rank] = ties.parts
     for at in range(len(columns)):
@@ -235,7 +234,10 @@ def bind(
     lines, said = dict[Ranks, list[str]](), dict[Ranks, tuple[bytes, list[Extent]]]()
     with fault:
         grids = _grids_of({other: ties for other, (ties, _, _) in known.items()})
-        numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
+        ranks_of = {ties: union(grids[ties]) for ties in sharers}
+        # Small sets come first, so that all ranks process the sets in the same order.
+        order = sorted({*ranks_of.values()}, key=lambda ranks: (len(ranks), ranks))
+        numbers = {ranks: [n for n, one in enumerate(mine) if ranks_of[one.ties] == ranks] for ranks in order}
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
             said[ranks] = digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set]
@@ -243,28 +245,19 @@ def bind(
     digests = {of: {ranks: digest for ranks, (digest, _) in theirs.items()} for of, theirs in everyone.items()}
     refuse_unlike(digests, lines.__getitem__, lambda of, told: _unlike_lists(of, [ls or [] for ls in told]), fault)
     with fault:
-        layouts = _layouts(mine, numbers, everyone, grids)
-        made = Table(
-            component,
-            tuple(one.listed for one in mine),
-            tuple(one.claim for one in mine),
-            tuple(layouts),
-            {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
-            {other: theirs for other, (_, theirs, _) in known.items()},
-            digest_of([nonce for _, _, nonce in known.values()]),
+        table.append(
+            Table(
+                component,
+                tuple(one.listed for one in mine),
+                tuple(one.claim for one in mine),
+                tuple(_layouts(mine, numbers, everyone, grids)),
+                {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
+                {other: theirs for other, (_, theirs, _) in known.items()},
+                digest_of([nonce for _, _, nonce in known.values()]),
+            )
         )
-        table.append(made)
     _compare_replicas(mine, table, component, fingerprint, fault)
     return table[0]
-
-
-def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
-    """Map each set of ranks that includes this rank to the indices of the parameters that the set shares. Small sets
-    come first, so that all ranks process the sets in the same order."""
-    numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
-    for number, one in enumerate(mine):
-        numbers[union(grids[one.ties])].append(number)
-    return {ranks: numbers[ranks] for ranks in sorted(numbers, key=lambda ranks: (len(ranks), ranks))}
 
 
 def _line(one: _Described, compared: bool) -> str:

@@ -34,7 +34,7 @@ tensor-parallel group, or ranges of flattened elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardmuon.layout.pieces import Box, Held, ParamLayout
@@ -82,11 +82,9 @@ class OnMesh(NamedTuple):
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
         """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
         parameter that is placed on this mesh: see [Note: where kept numbers lie]. `layout`: layout of the parameter."""
-        view = layout.view.kept(sizes)
-        # Mesh axes that shard dim 0 of the stack also shard dim 0 of the state tensor. All other axes replicate it.
-        cuts = tuple(p if p is not None and p.dim == 0 else None for p in self.placements)
-        if layout.view.num_row_dims == 1 or not any(cuts):
-            return ParamLayout.replicated(view, layout.ranks)
+        view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
+        # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate it.
+        cuts = tuple(p if p is not None and p.dim == 0 and is_stack else None for p in self.placements)
         found = self._replace(placements=cuts).reading(view.shape)
         return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))
 
@@ -169,7 +167,7 @@ class Cut(NamedTuple):
             ValueError: The size of a part is not divisible by the stride. The message does not contain the parameter's
                 name.
         """
-        return tuple(_stored(part)[0] for part in self._ranges(shape, sizes))
+        return tuple(_stored(self._ranges(shape, sizes, part))[0] for part in range(len(sizes)))
 
     def rows_of_part(self, shape: Ints, part: int, num_parts: int, rows: range) -> _OfRank:
         """Compute the pieces that make up a range of rows of one tensor-parallel shard ("part"), and the shape of a
@@ -187,21 +185,19 @@ class Cut(NamedTuple):
         num = shape[self.dim]
         step = -(-num // num_parts)
         sizes = tuple(max(0, min(step, num - at * step)) for at in range(num_parts))
-        first, *others = list(self._ranges(shape, sizes))[part]
+        first, *others = self._ranges(shape, sizes, part)
         return _stored([_narrow(first, rows.start, len(rows)), *others])
 
-    def _ranges(self, shape: Ints, sizes: Ints) -> Iterator[list[_Ranges]]:
-        """Yield, for each part, the index ranges that the part covers in each dim."""
+    def _ranges(self, shape: Ints, sizes: Ints, part: int) -> list[_Ranges]:
+        """Compute the index ranges that a part covers in each dim."""
         if any(size % self.stride for size in sizes):
             raise ValueError(
                 f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "
                 f"shards have {sizes} indices along dim {self.dim}. Set partition_stride=1 if they are cut in one "
                 "piece each"
             )
-        blocks, start = range(0, sum(sizes), max(1, sum(sizes) // self.stride)), 0
-        for size in sizes:
-            share = size // self.stride
-            ranges: list[_Ranges] = [((0, n),) for n in shape]
-            ranges[self.dim] = tuple((block + start, block + start + share) for block in blocks)
-            yield ranges
-            start += share
+        start, stop = sum(sizes[:part]) // self.stride, sum(sizes[: part + 1]) // self.stride
+        blocks = range(0, sum(sizes), max(1, sum(sizes) // self.stride))
+        ranges: list[_Ranges] = [((0, n),) for n in shape]
+        ranges[self.dim] = tuple((block + start, block + stop) for block in blocks)
+        return ranges

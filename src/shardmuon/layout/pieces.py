@@ -202,9 +202,6 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
     then all complete rows, then the start of the last row. A row is one index of the first dim."""
     if start >= stop:
         return
-    if len(sizes) == 1:
-        yield (start,), (stop - start,)
-        return
     row = math.prod(sizes[1:])
     index, inside = divmod(start, row)
     num = 0 if inside else (stop - start) // row

@@ -136,15 +136,13 @@ def matrix_view(
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
     if len(blocks) == 1:  # consecutive repeats of a single block form one block
         blocks, groups = (blocks[0] * groups,), 1
-    refined_dim = of_rows + split_dim if groups > 1 else -1
+    d = of_rows + split_dim
     matrices = []
     for expert in range(dims[0] if of_rows else 1):
         for first, size in zip(itertools.accumulate(blocks, initial=0), blocks, strict=False):
             matrices.append(_block(dims, of_rows, split_dim, (expert, first, size), groups, bool(transposed)))
-    fine = dims
-    if refined_dim >= 0:
-        fine = (*dims[:refined_dim], groups, sum(blocks), *dims[refined_dim + 1 :])
-    return MatrixView(dims, fine, refined_dim, tuple(matrices), of_rows + 1)
+    fine = dims if groups == 1 else (*dims[:d], groups, sum(blocks), *dims[d + 1 :])
+    return MatrixView(dims, fine, d if groups > 1 else -1, tuple(matrices), of_rows + 1)
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:

@@ -505,10 +505,10 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     most = max(one.spread for one in matrices)
     if len(kept) >= most.holders * most.replicas:  # every rank owns matrices and does not send its own part of them
         sent -= min(sent, min(kept.values()))
-    gather = relay = None
+    size = itemsize * max(sent, *came.values())
+    gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
+    relay: int | None = None
     copied = 0  # time of copies to the relay's send buffer, in nanoseconds
-    if most.holders > 1:
-        gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)
         size = itemsize * max(relayed, *passed_on.values())
