@@ -283,8 +283,8 @@ def _said_by(rank: int, said: Any) -> Any:
     if isinstance(said, dict) and all(isinstance(entry, vote._Entry) for entry in said.values()):
         return {rank: _said_by(rank, said[my_rank()])}
     if isinstance(said, vote._Entry):
-        ties = tuple(Ties((rank,), tie.mates) for tie in said.facts.ties)
-        return said._replace(facts=said.facts._replace(ties=ties))
+        ties, *others = said.facts
+        return said._replace(facts=(tuple(Ties((rank,), tie.mates) for tie in ties), *others))
     return said
 
 

@@ -55,9 +55,8 @@ from shardmuon.errors import Refused, fault_text, ranks_text
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-MOST_BITS = 8 * (
-    Lane.LARGEST - 256
-)  # largest number of presence bits in a message; 256 bytes are left for other fields
+# Largest number of presence bits in a message. 256 bytes are left for the other fields.
+MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
 class Fault:
