@@ -60,7 +60,7 @@ class UnitPlace(NamedTuple):
     def of(param: Tensor) -> UnitPlace | None:
         """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
         parameter's model cannot be found."""
-        if not _is_flattened(param):
+        if not getattr(param, "_fsdp_flattened", False):  # set by torch on original and on flat parameters
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
@@ -120,11 +120,6 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
             param._shardmuon_home = home
 
 
-def _is_flattened(param: Tensor) -> bool:
-    """True if the tensor is part of an FSDP1 flat parameter, or is a flat parameter itself."""
-    return bool(getattr(param, "_fsdp_flattened", False))
-
-
 def _found(param: Tensor) -> UnitPlace:
     UnitPlace.refuse_flat(param)
     place = UnitPlace.of(param)
@@ -142,7 +137,7 @@ class FSDP1Engine(FlatEngine):
     def recognizes(self, param: Tensor) -> bool:
         place = UnitPlace.of(param)
         # With NO_SHARD, the parameter is a plain tensor, which the base engine handles.
-        return _is_flattened(param) if place is None else place.is_sharded
+        return bool(getattr(param, "_fsdp_flattened", False)) if place is None else place.is_sharded
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info
