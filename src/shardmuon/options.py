@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
-from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
@@ -406,7 +406,7 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
     engine: Engine | None = None
     shape: Ints = ()
     try:
-        engine = engine_of(param, group)
+        engine = engine_for(param, group)
         shape = engine.shape(param)
         return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
     except ValueError as wrong:

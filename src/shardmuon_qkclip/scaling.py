@@ -55,7 +55,7 @@ from shardmuon.errors import (
 )
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, TableCall, union
-from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.options import PLACE_OPTIONS
@@ -357,7 +357,7 @@ class Scaler(TableCall[_Bound]):
                 )
             self._check_may_be_scaled(layer, weight, weight.param if param is None else param)
             with about(weight.name):
-                found[id(weight.stored)] = _Target(layer, rows, weight, engine_of(weight.stored, weight.group))
+                found[id(weight.stored)] = _Target(layer, rows, weight, engine_for(weight.stored, weight.group))
         return list(found.values())
 
     def _check_may_be_scaled(self, layer: Attention, weight: Weight, param: Tensor) -> None:

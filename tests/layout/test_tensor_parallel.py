@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.testing import RankPool
@@ -298,7 +298,7 @@ def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[in
     with pytest.raises(ValueError, match=r"0\.weight has tensor_model_parallel=True.*tp_group="):
         param_groups(model, lr=1e-3)
     rows = param_groups(model, lr=1e-3, tp_group=dist.group.WORLD).rows
-    shape = engine_of(model[2].weight, optimizer.param_groups[0]).shape(model[2].weight)
+    shape = engine_for(model[2].weight, optimizer.param_groups[0]).shape(model[2].weight)
     return {r.name: (r.shape, r.optimizer) for r in rows}, shape, bool(optimizer.plan.items)
 
 

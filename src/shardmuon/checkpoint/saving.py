@@ -46,7 +46,7 @@ from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
 from shardmuon.errors import ExchangeError, about, fault_text, made_public
 from shardmuon.layout.bind import Listed, Table, bind
-from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
 from shardmuon.layout.engines.flat import FlatEngine
 from shardmuon.layout.pieces import Box, Held, ParamLayout
@@ -313,7 +313,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 name = names.pop(id(param), "")
                 shown = name or given
                 with about(shown):
-                    is_cut = engine_of(param, group).plain_shards
+                    is_cut = engine_for(param, group).plain_shards
                 if is_cut:  # use_muon=True makes engines reject layouts without rows and columns
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
@@ -326,7 +326,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
     def remember() -> None:  # store global shapes, because a tensor-parallel shard does not have its global shape
         for one, layout in zip(table.params, table.layouts, strict=True):
-            engine_of(one.param, one.group).remember(one.param, layout.view.shape)
+            engine_for(one.param, one.group).remember(one.param, layout.view.shape)
 
     run_together(remember)
     return table

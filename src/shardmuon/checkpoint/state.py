@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.errors import about
-from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import named_params
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
@@ -58,7 +58,7 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
             keeper.start(param, view.num_row_dims, state)
         if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
             shapes = state_shapes(stages_of(group), view)
-            state.update(start_kept(shapes, engine_of(param, group), param, state, stacked=view.num_row_dims == 2))
+            state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
@@ -214,7 +214,7 @@ def _read_param(
         ValueError: The state does not fit the parameter. The caller adds the parameter's name to the message.
     """
     _check_keys(p, found, group, theirs)
-    engine, own, state = engine_of(p, group), _ADAMW_KEYS, dict[str, Any]()
+    engine, own, state = engine_for(p, group), _ADAMW_KEYS, dict[str, Any]()
     device = engine.storage(p).device
     if group["use_muon"]:
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)

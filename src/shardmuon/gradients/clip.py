@@ -38,7 +38,7 @@ from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, g
 from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_public, stays_itself
 from shardmuon.host import Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall, union
-from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import GradientState, Group, names_of
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
@@ -232,7 +232,7 @@ def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, obj
     """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each parameter,
     and the engine's summary of the parameter's layout. A new tensor can reuse the id of an old tensor. If the keys are
     equal all the same, both tensors have the same layout, so the cached layouts are valid for the new tensor."""
-    known = [(one, engine_of(one.param, one.group)) for one in params]
+    known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
 

@@ -31,7 +31,7 @@ from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import _K, Call, Fault, digest_of, discover, gather, refuse_unlike
 from shardmuon.errors import Refused, about
-from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, Extent, Grid, Group, Ties
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -171,7 +171,7 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     found = []
     for one in listed:
         with about(one.name):
-            engine = engine_of(one.param, one.group)
+            engine = engine_for(one.param, one.group)
             found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
     return found
 
@@ -188,7 +188,7 @@ def _sharers_of(
         with fault:
             for name, param, group in params():
                 with fault, about(name):
-                    ties = engine_of(param, group).ties(param, group)
+                    ties = engine_for(param, group).ties(param, group)
                     found[ties] = ties.sets
         if fault.text is None:
             break

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon.errors import about
-from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
@@ -108,7 +108,7 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
     try:
-        engine = engine_of(param, place or {})
+        engine = engine_for(param, place or {})
         shape = engine.shape(param)
     except ValueError as wrong:
         return tuple(param.shape), f"has an unknown shape: {wrong}"

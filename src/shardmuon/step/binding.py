@@ -17,7 +17,7 @@ from shardmuon.comm.groups import GroupRef, Ranks
 from shardmuon.comm.vote import MOST_BITS, Agreed, in_order
 from shardmuon.errors import Refused, about, ranks_text
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, Group, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.pieces import ParamLayout
@@ -187,7 +187,7 @@ class Offer:
                     elif p.requires_grad or p.grad is not None:  # frozen parameters can have a gradient
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
-                        self._add_refs(map(GroupRef.of, engine_of(p, group).groups(p, group)))
+                        self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
         where = self.chooser.device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
         # results of method "torch" also depend on torch's global precision flags
         self.stamp = machine_stamp(where, flags=self.chooser.method == "torch")
@@ -209,7 +209,7 @@ class Offer:
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
-            number, engine, param = of_group[id(one.group)], engine_of(one.param, one.group), one.param
+            number, engine, param = of_group[id(one.group)], engine_for(one.param, one.group), one.param
             engine.remember(param, layout.view.shape)
             kept = partial(_kept_layout, known, engine, claim, layout)
             of_member = self._options[number]

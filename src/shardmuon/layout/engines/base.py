@@ -285,6 +285,26 @@ class Engine:
         return value.detach()
 
 
+_PLAIN = Engine()
+_ENGINES = [_PLAIN]  # tried in this order; the last engine recognizes every tensor
+
+
+def register(engine: Engine) -> None:
+    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only
+    tensors of its own kind."""
+    _ENGINES.insert(0, engine)
+
+
+def engine_of(param: Tensor) -> Engine:
+    """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
+    `engine_for` instead, which also reads the options of the parameter group."""
+    # Skip the search for a plain tensor without attributes: engines recognize plain tensors by attributes that
+    # frameworks set.
+    if type(param) in (Tensor, torch.nn.Parameter) and not param.__dict__:
+        return _PLAIN
+    return next(engine for engine in _ENGINES if engine.recognizes(param))
+
+
 def is_marked(param: Tensor) -> bool:
     """True if the attributes that Megatron and TransformerEngine set on a parameter mark it as a tensor-parallel
     shard."""
