@@ -14,12 +14,10 @@ from simulated import SHARING, by_rates
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Ranks, Traffic
 from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
-from shardmuon.step import bucket
 from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
@@ -106,16 +104,17 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     once: dict[str, Any] = {"lr": 0.02}  # each rank computes the references for the first layout only
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()
+    start_exchange = Traffic.start
 
-    def start(group: Any, traffic: Traffic, send: Tensor, splits: tuple[int, ...], came: tuple[int, ...]) -> Pending:
+    def start(traffic: Traffic, group: Any, send: Tensor, splits: tuple[int, ...], came: tuple[int, ...]) -> Pending:
         own = dist.get_group_rank(group, dist.get_rank())
         sent.append(sum(size > 0 for to, size in enumerate(splits) if to != own))
-        return exchange_module.start(group, traffic, send, splits, came)
+        return start_exchange(traffic, group, send, splits, came)
 
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps
 
-    with mock.patch.object(bucket, "start", start), by_rates(rates):
+    with mock.patch.object(Traffic, "start", start), by_rates(rates):
         dense = Comparison.with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:

@@ -30,6 +30,7 @@ SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"  # files of shar
 # What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
 TRANSPORT = {
     ("_torch.py", "default_group"),
+    ("_torch.py", "group_named"),
     ("_torch.py", "is_alive"),
     ("errors.py", ""),
     ("comm/groups.py", "group_for"),
@@ -39,7 +40,7 @@ TRANSPORT = {
     ("comm/groups.py", "num_ranks"),
     ("comm/groups.py", "wire_device"),
     ("comm/groups.py", "made_under"),
-    *(("comm/groups.py", name) for name in ("lane_of", "close_lane", "_hops_of", "_name_of", "_bytes_of")),
+    *(("comm/groups.py", name) for name in ("over", "close_over", "_hops_of", "_name_of", "_bytes_of")),
     *(("comm/groups.py", name) for name in ("merge", "share", "_wait", "_failed", "close")),
     ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),

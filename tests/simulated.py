@@ -23,7 +23,7 @@ from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import Program
 from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound
@@ -297,7 +297,7 @@ class SimulatedRanks:
             for rank, one in of_set.items():
                 one.begin(sums.clone(), self._work[rank], self.watches[rank])
         for bucket in self.plan.buckets:
-            programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
+            programs = {rank: Program.of(self.plan, bucket, rank, missing) for rank in bucket.ranks}
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
                 Bound(self.plan, program, self._shapes(rank), ns_device=self._device).run(

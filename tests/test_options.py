@@ -456,7 +456,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: {"params": [("w", _w(12, 4))], "split_sizes": 2, "split_groups": 2},
         ValueError,
-        "w: split_sizes=2 means equal blocks, which split_groups=2 cannot repeat",
+        "w: split_groups=2 needs split_sizes, the row counts of one repeat, found split_sizes=2",
     ),
     (
         lambda: {"params": [("w", _w(3, 4, 5))]},

@@ -262,6 +262,12 @@ def is_alive(group: Any) -> bool:
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
+def group_named(name: str) -> Any:
+    """Return the process group that torch knows by a name, or None if there is none."""
+    known = dist.distributed_c10d._world.pg_group_ranks if name else ()  # also has the -100 of groups without this rank
+    return next((group for group in known if getattr(group, "group_name", "") == name), None)
+
+
 def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Run the hooks that were registered by `register_load_state_dict_pre_hook`, and return the resulting state
     dict."""

@@ -31,26 +31,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.report import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing, read_state
-from shardmuon.comm.groups import (
-    GroupRef,
-    Ranks,
-    Traffic,
-    close_lane,
-    group_for,
-    group_ranks,
-    my_rank,
-)
+from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
-from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
-from shardmuon.layout.engines.fsdp1 import is_flattened
+from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    Group,
     MuonConfig,
     OptionsReader,
     Settings,
@@ -176,14 +166,14 @@ class Core:
         None if the step was not audited."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
-        if proposal.made or proposal.fresh or MISPLACED in proposal.states:
+        if proposal.made or proposal.fresh or GradientState.MISPLACED in proposal.states:
             self._take_over(binding, proposal)
         # an audit is collective, so if any rank has requested one, all ranks that voted must take part
         audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
         self.audits.num_steps += 1
         missing = frozenset[int]()  # indices of parameters without a gradient
-        if NONE in proposal.states:
-            missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
+        if GradientState.NONE in proposal.states:
+            missing = frozenset(n for n, state in enumerate(proposal.states) if state == GradientState.NONE)
         on_weights = binding.on_weights - missing
         if on_weights:
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
@@ -218,7 +208,7 @@ class Core:
                 self.settled[self.state[binding.members[number].param][key]] = True
         # redistribution is collective, so all ranks must process parameters in the same order
         for number in itertools.chain.from_iterable(binding.table.sets.values()):
-            if proposal.states[number] == MISPLACED:
+            if proposal.states[number] == GradientState.MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
@@ -248,7 +238,7 @@ class Core:
             if isinstance(error, ExchangeError):  # its message already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            close_lane(component)  # makes ranks that wait for this rank fail at once
+            Lane.close_over(component)  # makes ranks that wait for this rank fail at once
 
     def last_voters(self) -> Ranks | None:
         """Return the ranks that took part in the last vote; None if there was no vote under the current default process
@@ -293,6 +283,11 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
                 elif self.state.get(p):
                     drop_others(group, self.state[p])
+
+
+# Message of a rank about its plan. For each set of ranks that share parameters: the number of these parameters whose
+# gradient can be missing on some of the ranks, and the name of the set's process group if the rank knows such a group.
+_Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
 class StepCall(TableCall[Binding]):
@@ -353,7 +348,7 @@ class StepCall(TableCall[Binding]):
         memory = Memory(core.state, core.keeper, core.settled)
         self.proposal = validate(kept, core.param_groups, self.options, memory)
         digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
-        return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
+        return Ballot(self.phase, flags, digests, self.proposal.presence)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[Any]:
         return self.proposal.lines(kept, ranks, self._due)
@@ -366,9 +361,9 @@ class StepCall(TableCall[Binding]):
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         # includes DTensors that AdamW updates, so that the ranks that share such a DTensor learn of each other's errors
         return [
-            (name_of(group, index, position), p, group)
+            (name, p, group)
             for index, group in enumerate(self._core.param_groups)
-            for position, p in enumerate(group["params"])
+            for name, p in named_params(group, index)
             if group.get("use_muon") or is_dtensor(p)
         ]
 
@@ -376,25 +371,25 @@ class StepCall(TableCall[Binding]):
         core = self._core
         self.options = core.options.read(core.param_groups)
         self._offer = Offer(core.param_groups, self.options, core.config, core.keeper)
-        self.groups = {ranks: ref.group_name for ranks, ref in self._offer.refs.items()}
         self.stamp, self.fingerprint = self._offer.stamp, fingerprint
         return self._offer.listed
 
-    def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of these
-        # parameters whose gradient can be missing on some of the ranks
-        made = self._offer.bind(my_rank(), table)
+    def made(self, table: Table) -> tuple[Binding, _Told]:
+        made, refs = self._offer.bind(my_rank(), table), self._offer.refs
         sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
-        self._groups = {r: self._offer.refs[r].live() if r in table.groups else None for r in needed}
-        return made, made.num_lacking
+        self._groups = {ranks: refs[ranks].live() if ranks in refs else None for ranks in needed}
+        return made, (made.num_lacking, {ranks: refs[ranks].group_name for ranks in needed if ranks in refs})
 
-    def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
+    def heard(self, kept: Binding, everyone: Sequence[_Told]) -> None:
+        counts, names = zip(*everyone, strict=True)
+        names_on = dict(zip(kept.component, names, strict=True))
         # process groups must be created before the first exchange: creation is collective, and a rank that already
         # waits for tensors of other ranks could not take part
         for ranks, known in self._groups.items():
-            group_for(ranks, known)
-        kept.number_bits(everyone)
+            all_alike = len({names_on[rank].get(ranks) for rank in ranks}) == 1
+            group_for(ranks, known if all_alike else None)
+        kept.number_bits(counts)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
 
 
@@ -404,7 +399,7 @@ def _trained(groups: Sequence[Group]) -> bool:
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    if any(p.numel() > 0 or not is_flattened(p) for p in params):  # an FSDP1 parameter can be empty on this rank
+    if any(p.numel() > 0 for p in params):  # all parameters of a shard can be empty on this rank, as under FSDP1
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
             "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
@@ -677,7 +672,7 @@ class Muon(Core, Optimizer):
             host.adding()
         super().add_param_group(new_group(self.param_groups, param_group, self.defaults))
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        names = [name_of(made, index, position) for position in range(len(made["params"]))]
+        names = [name for name, _ in named_params(made, index)]
         for host in self.hosts:
             host.added(made, names)
 

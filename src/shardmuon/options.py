@@ -20,7 +20,8 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.base import Group, named_params
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
@@ -32,7 +33,6 @@ from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages
 
 # ------------------------------------------------------------------------------------------------ values
 
-Group = Mapping[str, Any]  # a parameter group of an optimizer
 _FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
 
 
@@ -499,7 +499,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         )
     _check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
-    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
+    listed = {id(p): name for i, g in enumerate(known) for name, p in named_params(g, i)}
     # a group with all of Muon's options was copied from another optimizer's `param_groups`, so the user did not set
     # these options by hand
     own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
@@ -513,7 +513,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         listed[id(p)] = name
         with about(name):
             check_expert(p, group, unset)
-            engine_for(p, group)
+            UnitPlace.refuse_flat(p)
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

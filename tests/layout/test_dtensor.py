@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.engines.dtensor import _cuts_of, mesh_key
-from shardmuon.layout.mesh import reading, same_storage
+from shardmuon.layout.engines.dtensor import DTensorEngine
+from shardmuon.layout.mesh import same_storage
 from shardmuon.testing.layouts import mesh_of
 from shardmuon.testing.pool import RankPool
 
@@ -27,9 +27,8 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
     """True if the placements are read as exactly the elements that this rank stores."""
     assert isinstance(param, DTensor)
-    mesh, ranks = mesh_key(param.device_mesh)
-    storage, place = engine_of(param).storage(param), ranks.index(dist.get_rank())
-    held, implied = reading(tuple(full.shape), mesh, _cuts_of(param.placements))[place]
+    storage, (shape, place) = engine_of(param).storage(param), DTensorEngine().claim(param, {}).form
+    held, implied = place.reading(shape)[dist.get_rank()]
     return same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
 
 

@@ -14,8 +14,8 @@ from tolerances import assert_rounded, roundoff
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.comm.vote import Unlike
-from shardmuon.layout.mesh import Shard, reading
+from shardmuon.errors import Refused
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import check_blocks
@@ -213,14 +213,14 @@ def test_a_cut_block_is_refused_when_the_plan_is_made(layout: str, shape: Any, f
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
     # so that torch.distributed.checkpoint finds them where it expects them
-    accepted = 0
+    accepted, place = 0, OnMesh((num_ranks,), tuple(range(num_ranks)), (Shard(1),))
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):
         shape = (4, cols)
-        held, stored = zip(*reading(shape, (num_ranks,), (Shard(1),)), strict=True)
-        with suppress(Unlike):
+        held, stored = zip(*place.reading(shape).values(), strict=True)
+        with suppress(Refused):
             check_blocks("w", ParamLayout(matrix_view(shape), tuple(range(num_ranks)), held))
             accepted += 1
-            expected = [of_rank for _, of_rank in reading(scale_shape(shape, 1), (num_ranks,), (Shard(1),))]
+            expected = [of_rank for _, of_rank in place.reading(scale_shape(shape, 1)).values()]
             assert [scale_shape(of_rank, 1) for of_rank in stored] == expected
     assert accepted >= num_ranks
 

@@ -101,7 +101,8 @@ def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: p
     """Within 3 %, and three latencies between nodes: what makes replicas equal is worth a little."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
-    monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)
+    monkeypatch.setattr("shardmuon.plan.planner._NO_GAIN", 0)
+    monkeypatch.setattr("shardmuon.plan.planner._LATENCIES", -(10**9))
     each = make_plan(specs, Policy())
     assert _num_owners(each) == len(specs[0].layout.replicas) and _num_owners(shared) == 1
     ours, *others = (Price.of_plan(one, "h100").step.mid for one in (made, shared, each))

@@ -11,7 +11,7 @@ from simulated import EACH, LAYOUTS, VIEWS, spec
 from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan, Policy
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import Load, Program, make_program
+from shardmuon.plan.program import Load, Program
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -30,7 +30,7 @@ def check(plan: Plan) -> None:
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})
     for rank, counted in counts.items():
         for one, bucket in zip(counted, [bucket for bucket in plan.buckets if rank in bucket.ranks], strict=True):
-            program = make_program(plan, bucket, rank)
+            program = Program.of(plan, bucket, rank)
             late = program.relay.tiles if program.relay else ()
             own, foreign, idle = (_numel(side) for side in (program.own, program.gather.tiles, late))
             assert one.number == (plan.buckets.index(bucket) if bucket.exchange else -1)
@@ -46,7 +46,7 @@ def check(plan: Plan) -> None:
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)
                 assert one.batches == program.batch_numel * bucket.itemsize
     for bucket in plan.buckets:
-        programs = [make_program(plan, bucket, rank) for rank in bucket.ranks]
+        programs = [Program.of(plan, bucket, rank) for rank in bucket.ranks]
         wires = [wire for program in programs for wire in (program.gather, program.scatter)]
         assert bucket.gathers == any(any(w.sent) or any(w.came) for w in wires), "none carries nothing"
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import shardmuon.comm.vote
 import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
-from shardmuon.comm.groups import _MADE, close_lane
+from shardmuon.comm.groups import _MADE, Lane, Traffic
 from shardmuon.comm.vote import Ballot, Flag, Phase
 from shardmuon.errors import REMEDY, UNCHANGED
 from shardmuon.price.clock import turns
@@ -115,11 +115,11 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
 # "relay": it has its own results and has begun to pass none on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
-    "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),
-    "scatter": Case("fsdp2", "dies", bucket, "start", 5, _in_turns(2, 9)),
+    "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
+    "scatter": Case("fsdp2", "dies", Traffic, "start", 5, _in_turns(2, 9)),
     "apply": Case("fsdp2", "dies", Side, "apply_results", 2, _in_turns(4, 11)),
     "relay": Case("hsdp", "dies", Side, "apply_results", 2, _in_turns(5, 12, relays=True)),
-    "hangs": Case("fsdp2", "hangs", bucket, "start", 2, _in_turns(1, 5)),
+    "hangs": Case("fsdp2", "hangs", Traffic, "start", 2, _in_turns(1, 5)),
     "is late": Case("fsdp2", "is late", bucket, "_results", 1, "nothing", "nothing"),
     "no memory": Case("all", "has no memory", bucket, "_orthogonalize", 0, _SMALL, _NO_MEMORY),
     "interrupted": Case("nested", "is interrupted", Side, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
@@ -325,7 +325,7 @@ def _first_vote_fails(optimizer: Muon) -> None:
     group["params"][0].grad = torch.ones(4, 3)
     if dist.get_rank() == 1:
         shardmuon.comm.vote.vote(Ballot(Phase.DISCOVER, Flag.STALE), ranks)
-        close_lane(ranks)
+        Lane.close_over(ranks)
         return
     with pytest.raises(ExchangeError, match="does not answer"):
         optimizer.step()

@@ -27,10 +27,10 @@ from variant_cases import CASES
 
 from shardmuon import ExchangeError, Muon, audit
 from shardmuon._torch import foreach, local_if_any
+from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import Exact
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.plan.plan import Plan
-from shardmuon.step.bucket import start
 from shardmuon.testing import RankPool
 from shardmuon.variants import KEPT_KEYS
 
@@ -373,6 +373,7 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
 
 
 # name -> what is replaced and by what, options, ranks, what the stand-in records or says
+REAL_START = Traffic.start
 FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     "norms are summed on the CPU under NCCL": (
         "shardmuon.step.stages.wire_device",
@@ -403,8 +404,8 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        "shardmuon.step.bucket.start",
-        lambda group, traffic, send, *splits: start(group, traffic, torch.stack([send, send], 1)[:, 0], *splits),
+        "shardmuon.comm.groups.Traffic.start",
+        lambda traffic, group, send, *splits: REAL_START(traffic, group, torch.stack([send, send], 1)[:, 0], *splits),
         {},
         8,
         "NCCL takes contiguous",

@@ -22,7 +22,7 @@ from shardmuon.layout.views import matrix_view
 from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import Program
 from shardmuon.step.bucket import Bound
 from shardmuon.step.update import Work
 
@@ -105,7 +105,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     work = Work(parts, parts, [p.clone() for p in parts], [Settings.of(group)] * 72, [[] for _ in parts], {})
     work.kinds = kinds_of(work)
     (bucket,) = plan.buckets
-    program = make_program(plan, bucket, rank)
+    program = Program.of(plan, bucket, rank)
     assert program.num_owned <= 2
     assert len(program.relay.passed if program.relay is not None else ()) == passed
     bound = Bound(plan, program, [tuple(p.shape) for p in parts])

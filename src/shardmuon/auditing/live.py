@@ -33,13 +33,13 @@ from torch import Tensor
 from shardmuon.auditing.judge import judge
 from shardmuon.auditing.reference import Arithmetic
 from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
-from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank, start
+from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import HALF_DONE, Refused, naming, ranks_text
 from shardmuon.host import Stepped
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.engines.base import NONE, named_params
+from shardmuon.layout.engines.base import GradientState, named_params
 from shardmuon.layout.pieces import Box, Held, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER
@@ -315,7 +315,9 @@ class StepAudit:
     def _count_runs(self) -> None:
         """Compare the number of matrices that this rank orthogonalized in the step with the number in the plan."""
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
-        planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
+        planned = sum(
+            states[i.param] != GradientState.NONE and self._rank in i.owners for i in self._binding.plan.items
+        )
         if found != planned:
             self._say(
                 "orthogonalized_count",
@@ -456,7 +458,7 @@ def _collect(
         expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places) or (0,) * len(ranks)
         given = tuple(came[0].numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = list(start(group_for(ranks), Traffic(), came[0], given, expected).wait().split(expected))
+            came = list(Traffic().start(group_for(ranks), came[0], given, expected).wait().split(expected))
     if not is_target:
         return {}, []
     whole = {}

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from shardmuon.errors import about
 from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.layout.engines.base import name_of, named_params
-from shardmuon.layout.engines.fsdp1 import lies_elsewhere
+from shardmuon.layout.engines.base import named_params
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
@@ -100,7 +100,7 @@ def read_state(
         for (name, p), key in zip(named_params(group, index), their_group["params"], strict=True):
             found = entries.get(key)
             unsaved = found is None and bool(entries) and p.requires_grad
-            if unsaved and not lies_elsewhere(p):
+            if unsaved and not UnitPlace.is_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             elif found or (unsaved and _kept_keys(group)):  # the state of a variant exists even for an empty shard
                 with about(name):
@@ -145,7 +145,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     if len(mine["params"]) != len(theirs["params"]):
         raise ValueError(
             f"{where}the state dict lists {len(theirs['params'])} parameters, the optimizer {len(mine['params'])}, "
-            f"beginning with {name_of(mine, index, 0) if mine['params'] else 'none'}. Give the optimizer the "
+            f"beginning with {named_params(mine, index)[0][0] if mine['params'] else 'none'}. Give the optimizer the "
             "parameters it was saved with"
         )
     _check_names(where, mine, theirs)
@@ -170,8 +170,8 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
-        for position, p in enumerate(group["params"]):
-            view_of(name_of(group, index, position), p, group)
+        for name, p in named_params(group, index):
+            view_of(name, p, group)
     return group
 
 
@@ -236,7 +236,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
     kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*_ADAMW_KEYS})
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
-    if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
+    if kind == "Muon" and BUFFER not in there and UnitPlace.is_elsewhere(p):
         needed.discard(BUFFER)  # for an empty FSDP1 shard, a rank has only the variant's state
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:

@@ -26,7 +26,8 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import BucketCount
 from shardmuon.foresight.models import load_model
-from shardmuon.layout.mesh import OnMesh, Shard, flat_part, kept_layout, reading
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import Box, ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import check_blocks
@@ -344,7 +345,7 @@ def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Uni
 
     @cache
     def layout_of(view: MatrixView, place: OnMesh) -> ParamLayout:
-        return ParamLayout(view, ranks, tuple(held for held, _ in reading(view.shape, place.mesh, place.placements)))
+        return ParamLayout(view, ranks, tuple(held for held, _ in place.reading(view.shape).values()))
 
     for p in params:
         if p.expert and p.shape[0] % mesh.ep:
@@ -391,7 +392,8 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
     @cache
     def layout_of(view: MatrixView, held: _Ranges) -> ParamLayout:
-        return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
+        shards = ((FlatShard(view.shape, start, None, "flat buffers"), stop - start) for start, stop in held)
+        return ParamLayout(view, ranks, tuple(shard.held(numel) for shard, numel in shards))
 
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)
@@ -671,7 +673,9 @@ class _Planned:
 
             def kept_of(stage: Stage) -> ParamLayout:
                 numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
-                return kept_layout(layout, numbers, place)
+                if place is None:
+                    return ParamLayout.replicated(layout.view.kept(numbers), layout.ranks)
+                return place.kept(layout, numbers)
 
             device = torch.device(self._device)
             doubles = self._weights == torch.float64

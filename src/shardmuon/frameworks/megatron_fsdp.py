@@ -30,7 +30,7 @@ from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.host import Host, Stepped, caller
 from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored
-from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
+from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import Cut
 
 if TYPE_CHECKING:
@@ -68,24 +68,25 @@ class MegatronFSDPEngine(DTensorEngine):
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
-        mesh, ranks = mesh_key(param.device_mesh)
+        mesh = param.device_mesh
         cut, num_parts, part, row = _place_of(param)
         shape, local = tuple(param.shape), tuple(self.storage(param).shape)
         rows = range(row, row + local[0])
         held, stored = cut.rows_of_part(shape, part, num_parts, rows)
         if local != stored:
             raise ValueError(f"rank {my_rank()} stores shape {local} of rows {rows} of it, which should be {stored}")
-        text = f"Megatron-FSDP's {placed(param)}, along dim {cut.dim} with stride {cut.stride}"
-        return Claim((shape, mesh, ranks, cut, num_parts), text, Extent(local, held), True, _uncounted(param))
+        form = shape, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), cut, num_parts
+        text = f"Megatron-FSDP's {self.placed(param)}, along dim {cut.dim} with stride {cut.stride}"
+        return Claim(form, text, Extent(local, held), True, _uncounted(param))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        return form[0], {rank: extent.held for rank, extent in extents.items()}
+        return Engine.stored(self, form, extents, grid)
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not super().is_aligned(grad, param):
             raise ValueError(
-                f"its gradient is placed {placed(cast(Any, grad))}, the parameter {placed(param)}, and Megatron-FSDP's "
-                "storage cannot be redistributed by placements. Finish the gradient reduction first "
+                f"its gradient is placed {self.placed(cast(Any, grad))}, the parameter {self.placed(param)}, and "
+                "Megatron-FSDP's storage cannot be redistributed by placements. Finish the gradient reduction first "
                 "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
             )
         return True
@@ -122,8 +123,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
         is_shard = isinstance(placement, Shard) and not isinstance(placement, strided_shard())
         if not is_shard or (placement.dim % param.ndim and not is_parallel):
             raise ValueError(
-                f"it is placed {placed(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor parallelism "
-                "by Shard"
+                f"it is placed {DTensorEngine.placed(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor "
+                "parallelism by Shard"
             )
         if is_parallel:
             cut = Cut(placement.dim % param.ndim, int(getattr(param, "partition_stride", 1) or 1))

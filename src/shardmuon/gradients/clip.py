@@ -39,7 +39,7 @@ from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_pub
 from shardmuon.host import Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, names_of
+from shardmuon.layout.engines.base import GradientState, Group, names_of
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
 from shardmuon.options import SETS, refuse_sets
@@ -269,8 +269,7 @@ class _Clipping(TableCall[_BoundGradients]):
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
         held: Index of a parameter -> local storage of the parameter's gradient, if this rank stores a part of the
             gradient.
-        states: State of each parameter's gradient: NONE (no gradient), READY, or MISPLACED (the gradient's layout
-            differs from the parameter's layout).
+        states: `GradientState` of each parameter's gradient.
         counted: Norm of the elements that no other rank counts.
         loose: One entry for each set of ranks and shape with loose gradients ([Note: who sums with whom]): a
             fingerprint of this rank's part of these gradients, the norm of this part, and a bool that is True for plain
@@ -283,7 +282,7 @@ class _Clipping(TableCall[_BoundGradients]):
     fault: Fault
     beyond: Ranks | None
     held: dict[int, Tensor] = field(default_factory=dict)
-    states: list[int] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
     counted: float = 0.0
     loose: list[tuple[bytes, float, bool]] = field(default_factory=list)
 
@@ -314,22 +313,23 @@ class _Clipping(TableCall[_BoundGradients]):
     def read(self, kept: _BoundGradients) -> Ballot:
         """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's
         ballot."""
-        self.states, self.held = [NONE] * len(self.params), {}
+        self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
                 continue
             with about(one.name):
                 weight = kept.engines[number].storage(one.param)
                 local = gradient_storage(one.param, one.param.grad, kept.engines[number], weight)
-            self.states[number] = MISPLACED if local is None else READY
+            self.states[number] = GradientState.MISPLACED if local is None else GradientState.READY
             if local is not None and local.numel():
                 self.held[number] = local
-        if self.fault.text is None and MISPLACED not in self.states:
+        if self.fault.text is None and GradientState.MISPLACED not in self.states:
             self._count(kept)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
-        alike = {ranks: bytes([self.states[n] for n in numbers if kept.compared[n]]) for ranks, numbers in sets.items()}
+        alike = {ranks: [self.states[n] for n in numbers if kept.compared[n]] for ranks, numbers in sets.items()}
+        align = _ALIGN if GradientState.MISPLACED in self.states else 0
         said = {ranks: digest_of((kept.token, self.text, states)) for ranks, states in alike.items()}
-        return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
+        return Ballot(self.phase, Flag.NONE, said, align)
 
     def _count(self, kept: _BoundGradients) -> None:
         """Compute the norms of the gradients that this rank counts, and the fingerprints of loose gradients."""
@@ -350,7 +350,7 @@ class _Clipping(TableCall[_BoundGradients]):
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return the lines that ranks compare: one line with the caller's arguments, and one line per shared parameter
         with the state of the parameter's gradient."""
-        words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
+        words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
@@ -358,7 +358,7 @@ class _Clipping(TableCall[_BoundGradients]):
         the ranks that share these parameters."""
         for number in bound.in_order:
             param = self.params[number].param
-            if self.states[number] == MISPLACED:
+            if self.states[number] == GradientState.MISPLACED:
                 assert param.grad is not None
                 param.grad = bound.engines[number].align(param.grad, param)
 

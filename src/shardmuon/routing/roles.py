@@ -18,8 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import AUTOTP_GROUP
-from shardmuon.layout.engines.fsdp1 import UnitPlace, refuse_flat
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
 
@@ -77,7 +76,7 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
     for order, (prefix, module, leaf, param) in enumerate(members):
         name = prefix + leaf
         with about(name):
-            refuse_flat(param)
+            UnitPlace.refuse_flat(param)
         parts = prefix.split(".")[:-1]
         if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
             *parts, _, leaf = parts
@@ -126,7 +125,8 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
     if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
         return shape, (
             f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
-            f"unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group ({AUTOTP_GROUP})"
+            "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group (of DeepSpeed's AutoTP: "
+            "deepspeed.utils.groups.get_tensor_model_parallel_group())"
         )
     return shape, ""
 

@@ -8,23 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, Ranks
-from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
-from shardmuon.errors import about, ranks_text
+from shardmuon.comm.vote import MOST_BITS, Agreed, in_order
+from shardmuon.errors import Refused, about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import Claim, named_params, names_of
-from shardmuon.layout.engines.fsdp1 import refuse_flat
-from shardmuon.layout.mesh import OnMesh, kept_layout
+from shardmuon.layout.engines.base import Claim, Group, named_params, names_of
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
 from shardmuon.momentum.stores import mix_
-from shardmuon.options import Group, MuonConfig, Settings
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
@@ -142,10 +141,10 @@ class Binding(Agreed):
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter in `lacking`. Bits are unique among all ranks that vote together.
-        `everyone` has the `num_lacking` of each rank. Raises Unlike if a vote has too few bits."""
+        `everyone` has the `num_lacking` of each rank. Raises Refused if a vote has too few bits."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
-            raise Unlike(
+            raise Refused(
                 f"{sum(counts.values())} parameters may lack a gradient on ranks that store nothing of them, and a "
                 f"vote has room for {MOST_BITS}. Step them in several optimizers"
             )
@@ -184,7 +183,7 @@ class Offer:
             for name, p in named_params(group, index):
                 with about(name):
                     if settings is None:
-                        refuse_flat(p)
+                        UnitPlace.refuse_flat(p)
                     elif p.requires_grad or p.grad is not None:  # frozen parameters can have a gradient
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
@@ -242,8 +241,10 @@ def _kept_layout(
     key = layout, stage.key
     if key not in known:
         numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
-        on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
-        known[key] = kept_layout(layout, numbers, on_mesh)
+        if engine.believes_placements:
+            known[key] = claim.form[1].kept(layout, numbers)
+        else:
+            known[key] = ParamLayout.replicated(layout.view.kept(numbers), layout.ranks)
     return known[key]
 
 

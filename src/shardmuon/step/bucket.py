@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.comm.groups import Pending, Traffic, group_for, start, wire_device
+from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
-from shardmuon.plan.program import Copy, KeptLoad, Program, Wire, make_program
+from shardmuon.plan.program import Copy, KeptLoad, Program, Wire
 from shardmuon.price.clock import turns
 from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
@@ -175,7 +175,7 @@ class Buckets:
         self.bounds: list[Bound] = []
         for bucket, home in buckets:
             device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
-            self.bounds.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device, ns_device))
+            self.bounds.append(Bound(plan, Program.of(plan, bucket, rank, missing), shapes, device, ns_device))
         self.moves = any(bound.moves for bound in self.bounds)
         relays = [bound.program.relay is not None for bound in self.bounds]
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
@@ -198,7 +198,7 @@ class Buckets:
             try:
                 if turn == "begin":
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
-                    runs[i] = bound.run(work, watch, partial(start, group, traffic))
+                    runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
                 next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
             except ExchangeError:

@@ -23,11 +23,11 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
+from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, gradient_dtype
-from shardmuon.options import Group, Settings
+from shardmuon.options import Settings
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
 from shardmuon.step.kept import KEPT_DTYPE, start_kept
@@ -43,9 +43,9 @@ class Proposal(Work):
     """Data of the step that this rank takes if all ranks agree, and the values that ranks compare with each other.
 
     Attributes:
-        states: State of each parameter's gradient: NONE, READY, or MISPLACED if its layout is not the parameter's.
+        states: `GradientState` of each parameter's gradient.
         said: For each parameter, what must be equal on all ranks that share it: a word for the state of its gradient
-            (from `STATES`), and a string of dtypes and options.
+            (from `states`), and a string of dtypes and options.
         made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
         adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
@@ -54,7 +54,7 @@ class Proposal(Work):
             rank has the gradient.
     """
 
-    states: list[int] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
     said: list[tuple[str, str]] = field(default_factory=list)
     made: dict[int, dict[str, Any]] = field(default_factory=dict)
     fresh: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class Proposal(Work):
         the step only if another rank has its gradient. `presence` has the bits of all ranks, merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
-                self.states[number] = READY
+                self.states[number] = GradientState.READY
             else:
-                self.states[number] = NONE
+                self.states[number] = GradientState.NONE
                 self.weights[number] = self.grads[number] = self.momenta[number] = None
                 self.made.pop(number, None)
                 self.fresh.pop(number, None)
@@ -118,7 +118,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
-    found.states, found.said, found.kinds = [NONE] * num, [("", "")] * num, [()] * num
+    found.states, found.said, found.kinds = [GradientState.NONE] * num, [("", "")] * num, [()] * num
     for (index, engine, *_), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
         if not (binding.elsewhere or of_group.stages):
@@ -127,12 +127,12 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
         if not said[0]:
             with about(members[number].name):
                 text = f"{_look(found, number, binding, memory)}{settings[number].text}"
-            found.said[number] = STATES[found.states[number]], text
+            found.said[number] = found.states[number], text
     for index, of_adamw in enumerate(groups):
         if options[index] is None:
             found.adamw[index] = _adamw_rows(of_adamw, index, memory.state)
     for number, bit in binding.bits.items():
-        if found.states[number] != NONE and number not in binding.elsewhere:
+        if found.states[number] != GradientState.NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
     return found
 
@@ -160,11 +160,11 @@ def _glance(
     weights, grads, momenta = storages
     dtype, stored = grads[0].dtype, momenta[0].dtype
     if dtype.is_floating_point and stored == (keeper.dtype or dtype):
-        said = STATES[READY], f"weights={weights[0].dtype} gradient={dtype} {BUFFER}={stored} {of_group.text}"
+        said = GradientState.READY, f"weights={weights[0].dtype} gradient={dtype} {BUFFER}={stored} {of_group.text}"
         kind = members[seen[0]].group, weights[0].dtype, dtype, stored, weights[0].device, momenta[0].device, False
         for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
             found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
-            found.states[number], found.said[number], found.kinds[number] = READY, said, kind
+            found.states[number], found.said[number], found.kinds[number] = GradientState.READY, said, kind
 
 
 def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str:
@@ -182,7 +182,7 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
     storage = gradient_storage(param, grad, engine, weight)
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
-    found.states[number] = READY if storage is not None else MISPLACED
+    found.states[number] = GradientState.MISPLACED if storage is None else GradientState.READY
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     text = f"weights={weight.dtype} gradient={grad.dtype} {BUFFER}={None if buffer is None else buffer.dtype} "
     if keeper.rounds:
@@ -295,9 +295,10 @@ def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[
             if dtype.is_floating_point and set(others) == {dtype}:
                 for position, of_one in zip(positions, zip(*storages, states, strict=True), strict=True):
                     found[position] = Row(*of_one)
-    for position in [at for at, row in enumerate(found) if row is None]:
-        with about(name_of(group, index, position)):
-            _check_adamw(params[position], state.get(params[position], _NOTHING))
+    for ready, (name, p) in zip(found, named_params(group, index), strict=True) if None in found else ():
+        if ready is None:
+            with about(name):
+                _check_adamw(p, state.get(p, _NOTHING))
     return found
 
 
@@ -341,8 +342,11 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
     for said in lines:  # `said` has the lines of all ranks for one parameter
         (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
         if len(set(gradients)) > 1:
-            have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
-            parts = (f"ranks {those} have {word}" for word, those in have.items() if those)
+            have = {
+                word: [r for r, own in zip(ranks, gradients, strict=True) if own == word]
+                for word in sorted(set(gradients), reverse=True)
+            }
+            parts = (f"ranks {those} have {word}" for word, those in have.items())
             return (
                 f"{name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or none. Set "
                 "the missing ones to zeros"
