@@ -68,9 +68,8 @@ from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
-from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
+from shardmuon.step.stages import ZeroWatch, scale_weights
 from shardmuon.step.validate import Memory, Proposal, difference, validate
-from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -186,11 +185,11 @@ class Core:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
         on_weights = binding.on_weights - missing
         if on_weights:
-            new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
-            begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
+            new = frozenset(n for n in on_weights if proposal.fresh[n])
+            scale_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
         binding.buckets_without(missing).run(proposal, self.watch, self.traffic)
         if on_weights:
-            finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
+            scale_weights(binding.weight_sets(on_weights), proposal, self.traffic)
         if self.watch.seen:
             self.watch.send()
         members = binding.members
@@ -344,7 +343,7 @@ class StepCall(TableCall[Binding]):
         core, audits, flags = self._core, self._core.audits, Flag.NONE
         if core.watch.coming:
             core.watch.report()
-        if core.zeros.coming:
+        if core.zeros:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
         # `due` takes long to compute, so the first test skips it for optimizers that never audit

@@ -52,7 +52,6 @@ run in the order in which `variant` names them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -233,12 +232,6 @@ class AfterStage(Stage):
         example, return ``_over(torch.full_like(norms.whole, 0.5), norms.whole)``.
         """
         raise NotImplementedError
-
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
-        """Apply only this stage to a copy of the matrices in at least fp32, and return the copy."""
-        out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
-        return out
 
 
 def scaled_(
@@ -463,9 +456,7 @@ VARIANTS: dict[str, Stages] = {
     CAUTIOUS: (),
 }
 
-_STAGES = tuple(itertools.chain.from_iterable(VARIANTS.values()))
-KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # keys of the state of all stages
-WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # keys of stored weight norms
+KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})  # of all stages' state
 _ALL = ", ".join(map(repr, VARIANTS))
 
 
