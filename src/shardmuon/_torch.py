@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 from datetime import timedelta
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 
@@ -176,15 +175,6 @@ def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
     return found
 
 
-def never_compiled(function: _F) -> _F:
-    """Decorate a function so that `torch.compile` does not compile it. A compiled step would be recompiled for every
-    matrix shape.
-
-    `torch.compiler.disable` has the same effect, but it imports the compiler immediately, which takes seconds.
-    """
-    return cast("_F", torch._disable_dynamo(function))
-
-
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:  # returns 0-dim tensors
@@ -260,22 +250,6 @@ def default_group() -> Any:
 def is_alive(group: Any) -> bool:
     """True if a process group has not been destroyed. torch 2.11 .. 2.13 have no public function for this."""
     return group in dist.distributed_c10d._world.pg_group_ranks
-
-
-def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Run the hooks that were registered by `register_load_state_dict_pre_hook`, and return the resulting state
-    dict."""
-    state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = hook(optimizer, state_dict)
-        state_dict = state_dict if changed is None else changed
-    return state_dict
-
-
-def after_loading(optimizer: torch.optim.Optimizer) -> None:
-    """Run the hooks that were registered by `register_load_state_dict_post_hook`."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:

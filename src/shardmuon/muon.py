@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
+from shardmuon._torch import default_group, is_dtensor
 from shardmuon.auditing.report import AuditError, AuditSchedule
-from shardmuon.checkpoint.state import drop_others, init_missing, read_state
+from shardmuon.checkpoint.state import init_missing, read_state
 from shardmuon.comm.groups import (
     GroupRef,
     Ranks,
@@ -44,13 +44,12 @@ from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_or
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
-from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
+from shardmuon.layout.engines.base import MISPLACED, NONE, Group, name_of
 from shardmuon.layout.engines.fsdp1 import is_flattened
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    Group,
     MuonConfig,
     OptionsReader,
     Settings,
@@ -284,14 +283,13 @@ class Core:
     @torch.no_grad()
     def complete_state(self) -> None:
         """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient: see
-        [Note: state that is not there] in checkpoint/state.py. Frozen parameters get no new state. State that a frozen
-        parameter already has is removed if it does not match the options of the parameter's group."""
+        [Note: state that is not there] in checkpoint/state.py. A frozen parameter without any state gets none. State
+        that does not match the options of its parameter's group, since `use_muon` or `variant` changed while the
+        parameter was frozen, is replaced by zeros."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.requires_grad:
+                if p.requires_grad or self.state.get(p):
                     init_missing(p, group, self.state[p], self.keeper)
-                elif self.state.get(p):
-                    drop_others(group, self.state[p])
 
 
 class StepCall(TableCall[Binding]):
@@ -460,7 +458,7 @@ class Muon(Core, Optimizer):
         process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
             plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).
-            Pickles do not contain the process group.
+            After unpickling, only the default process group can be used; set any other one anew.
         tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
             if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
             `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
@@ -569,7 +567,9 @@ class Muon(Core, Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @never_compiled
+    # A compiled step would be recompiled for every matrix shape. `torch.compiler.disable` would import the compiler at
+    # once, which takes seconds.
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters once. Collective among the ranks that share parameters.
@@ -631,8 +631,8 @@ class Muon(Core, Optimizer):
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Format the optimizer's non-default options and the options of each group."""
-        return f"Muon (\n{self.config.text_with(self.param_groups)}\n)"
+        """Format the options of each group as torch does, followed by the options of the whole optimizer."""
+        return f"{super().__repr__()}\n{self.config}"
 
     def prepare(self) -> Plan:
         """Make the plan before the first step. Collective among the ranks that share parameters.
@@ -722,13 +722,18 @@ class Muon(Core, Optimizer):
             with made_public():
                 host.load(self, lambda: host.take_over(self, state_dict))
             return
-        self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
+        state_dict = copy.copy(state_dict)  # hooks can change their argument
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.take_loaded(*read_state(self.param_groups, state_dict, self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Replace this optimizer's state and groups by those that were read from a state dict and checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # the next step must check the loaded norms
-        after_loading(self)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
@@ -739,36 +744,20 @@ class Muon(Core, Optimizer):
             group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
             complete(group, self.defaults)
         self.broken = state.get("broken")  # None when a state dict is loaded; copies keep the value
-        if "hosts" not in self.__dict__:  # copies do not inherit the plan, process groups and hosts
-            self.process_group = None
+        if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Deep-copy the optimizer. The copy shares the process group."""
-        made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        made.process_group = self.process_group
-        for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
-            mine["process_group"] = theirs["process_group"]  # without it, replicas would silently diverge
-        return made
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without objects that are valid in one process only: the plan,
-        process groups and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can
-        vote together with ranks that made no copy and still have their plan."""
+        """Return the state for copies and pickles, without objects that are valid in one process only: the plan, caches
+        and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
+        with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
+        only the default process group can be used again after unpickling."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
-        groups = list(map(_without_ranks, state["param_groups"]))
-        return {**state, **own, "param_groups": groups, "defaults": _without_ranks(state["defaults"])}
-
-
-def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Copy the options of a group, with `process_group` set to None. An empty `process_group`, which means that no
-    other rank has the group's tensors, is kept."""
-    group = options.get("process_group")
-    return {**options, "process_group": None} if getattr(group, "ranks", group) else options
+        groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]
+        return {**state, **own, "param_groups": groups}
 
 
 # Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
 # `world` in it, and therefore ignores `component`.
-_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")
+_OWN = ("config", "process_group", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.base import Group, name_of
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
@@ -28,11 +28,10 @@ from shardmuon.orthogonalize import MethodName, check_gram_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, per_step
 from shardmuon.texts import did_you_mean
-from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages_of
+from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-Group = Mapping[str, Any]  # a parameter group of an optimizer
 _FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
 
 
@@ -159,21 +158,8 @@ class MuonConfig:
         can differ between ranks."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
-    def text_with(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Format the options that differ from their defaults and, for each group, the options of the algorithm that
-        updates the group (Muon or AdamW) and the keys that other code, such as a scheduler, has stored in the group."""
-        lines = [f"    {key}: {value}" for key, value in self.changed().items()]
-        quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
-        for index, group in enumerate(groups):
-            muon, count = group["use_muon"], len(group["params"])
-            hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if muon else ONLY_MUON)}
-            lines.append(f"group {index}: {'Muon' if muon else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}")
-            shown = ((key, value) for key, value in group.items() if key not in hidden)
-            lines += [f"    {key}: {value}" for key, value in shown if key not in quiet or value != quiet[key]]
-        return "\n".join(lines)
 
-
-CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
+_CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 
 # ------------------------------------------------------------------------------------------- a parameter group's
@@ -224,7 +210,7 @@ ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
         f"torch's ZeroRedundancyOptimizer, give it functools.partial(Muon, {key}=...)"
-        for key in CONFIG_OPTIONS
+        for key in _CONFIG_OPTIONS
     },
     "num_heads": "is written split_sizes=h in a group: a whole number means so many equal blocks",
     "rank_local": "is written process_group=(), tp_group=() in a group: no other rank has its tensors",
@@ -274,7 +260,7 @@ def unknown_keyword(key: str) -> TypeError:
         return TypeError(f"{text}: {key} {ELSEWHERE[key]}")
     if key in GROUP_OPTIONS:
         return TypeError(f'{text}: it is an option of a group. Write {{"params": [...], "{key}": ...}}, or an override')
-    return TypeError(text + did_you_mean(key, (*GROUP_OPTIONS, *CONFIG_OPTIONS)))
+    return TypeError(text + did_you_mean(key, (*GROUP_OPTIONS, *_CONFIG_OPTIONS)))
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
@@ -314,8 +300,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
     # raises KeyError for a missing option before anything changes; otherwise the error would occur in the AdamW step,
     # after matrices have changed
-    needed = {key: group[key] for key in ("lr", "weight_decay")}
-    _check_values(where, {**needed, **group})
+    _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
     try:
@@ -381,7 +366,7 @@ class Settings:
             nesterov=bool(group["nesterov"]),
             coefficients=coefficients,
             adjust_lr_fn=group["adjust_lr_fn"],
-            cautious=CAUTIOUS in names_in(group["variant"]),
+            cautious="cautious" in names_in(group["variant"]),
             stages=stages,
             view=view,
             batch=batch,

@@ -448,12 +448,11 @@ class HyperballWeight(WeightStage):
 
 Stages = tuple[Stage, ...]
 
-CAUTIOUS = "cautious"  # has no stage; `apply_` of step/update.py implements its weight decay
 VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    CAUTIOUS: (),
+    "cautious": (),  # `apply_` of step/update.py implements its weight decay
 }
 
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})  # of all stages' state
@@ -488,10 +487,10 @@ def check_variant(group: Mapping[str, Any]) -> None:
     for name in names:
         if all(stage.decays for stage in VARIANTS[name]):
             continue
-        if CAUTIOUS in names:
+        if "cautious" in names:
             raise ValueError(
                 f"variant={group['variant']!r}: {name!r} keeps the norm of weights, which do not decay then, "
-                f"cautiously or not. Leave {CAUTIOUS!r} out"
+                "cautiously or not. Leave 'cautious' out"
             )
         if float(group.get("weight_decay", 0.0)) != 0.0:
             raise ValueError(

@@ -51,7 +51,7 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
     """Add the missing entries of a parameter's initial state, which consists of zeros. Changes `state` in place."""
     if not group["use_muon"]:
-        init_state(param, param, state)
+        init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
         view = view_of("", param, group)
         if BUFFER not in state:
@@ -59,13 +59,6 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
             shapes = state_shapes(stages_of(group), view)
             state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
-
-
-def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop AdamW's state of a parameter that Muon now updates, and vice versa. Such state is left over if `use_muon` of
-    the parameter's group changed while the parameter was frozen. Clears `state` in place."""
-    if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
-        state.clear()
 
 
 def read_state(

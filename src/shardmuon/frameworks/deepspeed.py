@@ -384,7 +384,7 @@ class DeepSpeedHost(Host):
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
         if not known.is_muon:
-            init_state(flat, flat, state)
+            init_state(flat, state)
             return state
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")

@@ -94,14 +94,14 @@ def _completed(
             continue
         if row is None:
             kept, grad = state[p], grad if engine.is_aligned(grad, p) else engine.align(grad, p)
-            init_state(p, grad, kept)
+            init_state(p, kept)
             weight, local, moment, square = map(engine.storage, (p, grad, *map(kept.__getitem__, MOMENTS)))
             row = Row(weight, local, moment, square, kept)
         found.append(row)
     return found
 
 
-def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
+def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     """Create `step`, `exp_avg` and `exp_avg_sq`, if any of them is missing, as torch.optim.AdamW does. The moments have
     the parameter's layout.
 

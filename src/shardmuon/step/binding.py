@@ -18,13 +18,13 @@ from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import Claim, named_params, names_of
+from shardmuon.layout.engines.base import Claim, Group, named_params, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
 from shardmuon.layout.mesh import OnMesh, kept_layout
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
 from shardmuon.momentum.stores import mix_
-from shardmuon.options import Group, MuonConfig, Settings
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp

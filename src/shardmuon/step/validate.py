@@ -23,11 +23,11 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, name_of
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, gradient_dtype
-from shardmuon.options import Group, Settings
+from shardmuon.options import Settings
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
 from shardmuon.step.kept import KEPT_DTYPE, start_kept
