@@ -48,8 +48,8 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, Group, name_of
 from shardmuon.layout.engines.fsdp1 import is_flattened
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
-    GROUP_DEFAULTS,
     PLACE_OPTIONS,
+    VIEW_DEFAULTS,
     MuonConfig,
     OptionsReader,
     Settings,
@@ -68,7 +68,7 @@ from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, scale_weights
-from shardmuon.step.validate import Memory, Proposal, difference, validate
+from shardmuon.step.validate import Proposal, difference, validate
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -347,8 +347,7 @@ class StepCall(TableCall[Binding]):
         # `due` takes long to compute, so the first test skips it for optimizers that never audit
         if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
-        memory = Memory(core.state, core.keeper, core.settled)
-        self.proposal = validate(kept, core.param_groups, self.options, memory)
+        self.proposal = validate(kept, core, self.options)
         digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
         return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
 
@@ -550,7 +549,8 @@ class Muon(Core, Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "variant": variant,
-            **GROUP_DEFAULTS,
+            "use_muon": True,
+            **VIEW_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }

@@ -186,11 +186,6 @@ VIEW_DEFAULTS: dict[str, Any] = {
 # Options whose values are process groups, used for plain tensors. Checkpoints do not contain these options, because a
 # checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
-GROUP_DEFAULTS: dict[str, Any] = {
-    "use_muon": True,
-    **VIEW_DEFAULTS,
-    **dict.fromkeys(PLACE_OPTIONS),
-}
 # Must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change betas[0] instead of
 # momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -203,7 +198,7 @@ _MUON_OPTIONS = (
     "variant",
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
-GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
 # Keys that are not group options, but that users are likely to write in a group. Each value is the part of the error
 # message that follows the key.
 ELSEWHERE = {
@@ -429,7 +424,7 @@ class OptionsReader:
 
 def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Add missing options of both Muon and AdamW to a group, in place, since users can change `use_muon` later."""
-    for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
+    for key, value in {**defaults, **ADAMW_DEFAULTS}.items():
         if key != "differentiable":  # torch.optim.Optimizer sets this option itself
             group.setdefault(key, value)
 

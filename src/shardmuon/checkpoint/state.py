@@ -32,7 +32,7 @@ from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
-from shardmuon.step.kept import CARRIED, KEPT_DTYPE, start_kept, state_shapes, with_carried
+from shardmuon.step.kept import CARRIED, start_kept, state_shapes, with_carried
 from shardmuon.step.validate import state_storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -219,7 +219,7 @@ def _read_param(
             state[key] = found[key]
         if wrong is not None:
             raise ValueError(wrong)
-        state = {key: value.to(device=device, dtype=KEPT_DTYPE) for key, value in state.items()}
+        state = {key: value.to(device=device, dtype=torch.float32) for key, value in state.items()}
     return state | {key: _read_value(p, key, found[key], keeper, device) for key in own if key in found}
 
 

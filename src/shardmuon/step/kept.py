@@ -20,8 +20,6 @@ from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.variants import KEPT_KEYS, Stages, keeping, stages_of
 
-KEPT_DTYPE = torch.float32  # for all dtypes of weights and matrix products
-
 
 def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
     """Map the key of each state tensor of a parameter to the tensor's global shape. `view` defines the matrices of the
@@ -33,10 +31,10 @@ def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 def start_kept(
     shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> dict[str, Tensor]:
-    """Create each missing state tensor with zeros, on the parameter's device. `stacked` is True if the parameter is a
-    stack of matrices."""
+    """Create each missing state tensor with zeros: in fp32 for all dtypes of weights, on the parameter's device.
+    `stacked` is True if the parameter is a stack of matrices."""
     missing = {key: shape for key, shape in shapes.items() if state.get(key) is None}
-    return {key: engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked) for key, shape in missing.items()}
+    return {key: engine.kept_zeros(param, shape, torch.float32, stacked=stacked) for key, shape in missing.items()}
 
 
 CARRIED = "kept_state"  # key in a saved group: parameter name or position -> state key -> tensor
