@@ -155,26 +155,6 @@ def is_dense(t: Tensor) -> bool:
 foreach_copy_ = partial(foreach, "copy_")  # arguments: targets, sources; copies can change the dtype
 
 
-def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor by `factor`, in place. All tensors must be fp32, or all must be fp64."""
-    if tensors[0].device.type == "cpu":  # converts the number once instead of once per tensor
-        torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
-        return
-    foreach("mul_", tensors, scalar=factor)
-
-
-def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Convert each tensor to `dtype`, by default to the dtype of the tensor at the same index of `like`. A converted
-    tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors that already have
-    the dtype are returned unchanged."""
-    found = list(tensors)
-    others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
-    for i in others:
-        found[i] = torch.empty_like(like[i], dtype=dtype)
-    foreach_copy_([found[i] for i in others], [tensors[i] for i in others])
-    return found
-
-
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:  # returns 0-dim tensors

@@ -68,7 +68,7 @@ from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, scale_weights
-from shardmuon.step.validate import Proposal, difference, validate
+from shardmuon.step.validate import Proposal, validate
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -355,7 +355,7 @@ class StepCall(TableCall[Binding]):
         return self.proposal.lines(kept, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        return difference(ranks, everyone)
+        return Proposal.difference(ranks, everyone)
 
     # -------------------------------------------------------------------------------------------------- a new plan
 

@@ -31,7 +31,6 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, gradient_dtype
 from shardmuon.options import Settings
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
-from shardmuon.step.kept import start_kept
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
@@ -91,6 +90,36 @@ class Proposal(Work):
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
         plan = "", binding.digests.get(ranks, b"").hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
+
+    @staticmethod
+    def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
+        """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
+        `lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
+        told = [lines for lines in everyone if lines is not None]
+        plans, *lines = zip(*told, strict=False)
+        if len(told) < len(ranks) or len(set(plans)) > 1:
+            return (
+                f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
+                "ranks; else call optimizer.prepare() on every rank"
+            )
+        for said in lines:  # `said` has the lines of all ranks for one parameter
+            (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
+            if len(set(gradients)) > 1:
+                have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
+                parts = (f"ranks {those} have {word}" for word, those in have.items() if those)
+                return (
+                    f"{name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or none. "
+                    "Set the missing ones to zeros"
+                )
+            words = [text.split(" ") for _, _, text in said]
+            if any(mine != words[0] for mine in words):
+                own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
+                texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
+                return (
+                    f"{name}: ranks {ranks} are about to step with different options or state: {texts}. Give them all "
+                    "the same options, and load, copy or audit() an optimizer on every rank or on none"
+                )
+        return f"ranks {ranks_text(ranks)} are about to do different things"
 
 
 def validate(binding: Binding, core: Stepped, options: Sequence[Settings | None]) -> Proposal:
@@ -194,7 +223,8 @@ def _make(found: Proposal, number: int, binding: Binding, core: Stepped, grad: T
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
     shapes = {stage.key: kept.layout.view.shape for stage, kept in zip(stages, spec.kept, strict=True)}
     kept = core.state.get(param, _NOTHING)
-    made = start_kept(shapes, engine, param, kept, stacked=stacked)
+    missing = {key: shape for key, shape in shapes.items() if kept.get(key) is None}
+    made = {key: engine.kept_zeros(param, shape, torch.float32, stacked=stacked) for key, shape in missing.items()}
     state = {**kept, **made}
     found.kept[number] = _stored_kept(shapes, engine, param, state, stacked=stacked)
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
@@ -311,39 +341,6 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
-
-
-# ------------------------------------------------------------------------------------ comparison between ranks
-
-
-def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
-    """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
-    `Proposal.lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
-    told = [lines for lines in everyone if lines is not None]
-    plans, *lines = zip(*told, strict=False)
-    if len(told) < len(ranks) or len(set(plans)) > 1:
-        return (
-            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
-            "ranks; else call optimizer.prepare() on every rank"
-        )
-    for said in lines:  # `said` has the lines of all ranks for one parameter
-        (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
-        if len(set(gradients)) > 1:
-            have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
-            parts = (f"ranks {those} have {word}" for word, those in have.items() if those)
-            return (
-                f"{name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or none. Set "
-                "the missing ones to zeros"
-            )
-        words = [text.split(" ") for _, _, text in said]
-        if any(mine != words[0] for mine in words):
-            own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
-            return (
-                f"{name}: ranks {ranks} are about to step with different options or state: {texts}. Give them all the "
-                "same options, and load, copy or audit() an optimizer on every rank or on none"
-            )
-    return f"ranks {ranks_text(ranks)} are about to do different things"
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
