@@ -54,7 +54,6 @@ from shardmuon.options import (
     OptionsReader,
     Settings,
     check_hyperparameters,
-    complete,
     given_lr,
     loaded_over,
     new_group,
@@ -71,7 +70,6 @@ from shardmuon.step.stages import ZeroWatch, scale_weights
 from shardmuon.step.validate import Proposal, validate
 
 if TYPE_CHECKING:
-    from shardmuon.auditing.live import StepAudit
     from shardmuon.auditing.report import AuditReport
 
 
@@ -177,7 +175,12 @@ class Core:
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
         # an audit is collective, so if any rank has requested one, all ranks that voted must take part
-        audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
+        audit = None
+        if verdict.flags & Flag.AUDIT:
+            from shardmuon.auditing.live import StepAudit
+
+            audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)  # never raises an exception
+            self.audits.num_audits += self.audits.due > 0
         self.audits.num_steps += 1
         missing = frozenset[int]()  # indices of parameters without a gradient
         if NONE in proposal.states:
@@ -220,15 +223,6 @@ class Core:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
-
-    def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
-        """Begin an audit of this step and return it. Collective among the ranks that voted. Never raises an
-        exception."""
-        from shardmuon.auditing.live import StepAudit
-
-        audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
-        self.audits.num_audits += self.audits.due > 0
-        return audit
 
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
@@ -740,9 +734,8 @@ class Muon(Core, Optimizer):
         the value in this optimizer's group is kept."""
         mine = self.__dict__.get("param_groups", [])  # no groups exist yet while unpickling
         super().__setstate__(state)
-        for index, group in enumerate(self.param_groups):
-            group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
-            complete(group, self.defaults)
+        for own, group in zip(mine, self.param_groups, strict=False):
+            group.update(loaded_over(own, group))
         self.broken = state.get("broken")  # None when a state dict is loaded; copies keep the value
         if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()

@@ -25,7 +25,6 @@ from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.orthogonalize import MethodName, check_gram_dtype
-from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, per_step
 from shardmuon.texts import did_you_mean
 from shardmuon.variants import Stages, check_variant, names_in, stages_of
@@ -148,10 +147,6 @@ class MuonConfig:
         options, or if fp32 momentum is the only one."""
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
-
-    def chooser(self) -> Chooser:
-        """Create the object that chooses how to orthogonalize each matrix."""
-        return Chooser(self.method, self.ns_dtype)
 
     def text(self) -> str:
         """Format the options that differ from their defaults, without `momentum_device`, which is the only option that
@@ -422,13 +417,6 @@ class OptionsReader:
         return found
 
 
-def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Add missing options of both Muon and AdamW to a group, in place, since users can change `use_muon` later."""
-    for key, value in {**defaults, **ADAMW_DEFAULTS}.items():
-        if key != "differentiable":  # torch.optim.Optimizer sets this option itself
-            group.setdefault(key, value)
-
-
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), except
     that `variant` is kept if the saved group has none. The state that the variant needs is then missing, which raises
@@ -457,18 +445,16 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
     params = param_group.get("params")
     refuse_sets("parameters", params, "a list")
-    group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params or ())}
-    for key in PLACE_OPTIONS:
-        if key in group:
-            group[key] = GroupRef.of(group[key], key)
-    complete(group, defaults)
+    group = {**defaults, **ADAMW_DEFAULTS, **param_group}  # options of both Muon and AdamW, since `use_muon` can change
+    group["params"] = [params] if isinstance(params, Tensor) else list(params or ())
+    group |= {key: GroupRef.of(group[key], key) for key in PLACE_OPTIONS}
     _check_group(known, group, [key for key in param_group if key != "params"], defaults)
     return group
 
 
 def _check_group(known: Sequence[Group], group: Group, given: Collection[str], defaults: Mapping[str, Any]) -> None:
-    """Check a group to which `complete` has added missing options. `given` are the keys that the user has set. Raises
-    TypeError or ValueError."""
+    """Check a group that has every option. `given` are the keys that the user has set. Raises TypeError or
+    ValueError."""
     index = len(known)
     params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []

@@ -181,7 +181,7 @@ class Stage:
 
     def num_kept(self, rows: int, cols: int) -> int:
         """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 without state."""
-        return 0
+        return 1 if self.key else 0
 
 
 class BeforeStage(Stage):
@@ -273,9 +273,6 @@ class WeightStage(Stage):
     """
 
     travels: ClassVar[bool] = False
-
-    def num_kept(self, rows: int, cols: int) -> int:
-        return 1
 
     def factor(
         self,
@@ -413,9 +410,6 @@ class HyperballUpdate(AfterStage):
 
     key: ClassVar[str] = "weight_radius"
     travels: ClassVar[bool] = False
-
-    def num_kept(self, rows: int, cols: int) -> int:
-        return 1
 
     def factor(self, norms: Norms, kept: Tensor) -> Tensor:
         radius = kept.to(norms.whole.dtype)

@@ -33,6 +33,7 @@ from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import MuonConfig, OptionsReader, Settings
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import DEFAULT, MACHINES, Machine
@@ -654,7 +655,7 @@ class _Planned:
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._chooser = self.config.chooser()
+        self._chooser = Chooser(self.config.method, self.config.ns_dtype)
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
 
     def spec_of(self, placed: _Placed) -> Spec:
