@@ -21,7 +21,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon._torch import default_group, is_dtensor
-from shardmuon.auditing.report import AuditError, AuditSchedule
+from shardmuon.auditing.report import AuditError, AuditReport, AuditSchedule
 from shardmuon.checkpoint.state import init_missing, read_state
 from shardmuon.comm.groups import (
     GroupRef,
@@ -68,9 +68,6 @@ from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, scale_weights
 from shardmuon.step.validate import Proposal, validate
-
-if TYPE_CHECKING:
-    from shardmuon.auditing.report import AuditReport
 
 
 class Core:
@@ -247,17 +244,15 @@ class Core:
         group."""
         return self.component if self.world == current_world() else None
 
-    def torn(self) -> str | None:
-        """Return an error message, with a remedy, if a step is in progress or was interrupted, so that the state may be
-        half updated; else None."""
+    def refuse_torn(self) -> None:
+        """Raise ExchangeError if a step is in progress or was interrupted, so that the state may be half updated."""
         if self.in_step:
-            return (
+            raise ExchangeError(
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
                 "signal handler"
             )
         if self.broken is not None:
-            return f"an earlier step was broken off, and its state is half moved: {self.broken}"
-        return None
+            raise ExchangeError(f"an earlier step was broken off, and its state is half moved: {self.broken}")
 
     def make_plan(self) -> Plan:
         """Make a plan without taking a step. Collective among the ranks that share parameters.
@@ -684,9 +679,7 @@ class Muon(Core, Optimizer):
             ExchangeError: A step was interrupted or is in progress, so the half-updated state must not overwrite a good
                 checkpoint.
         """
-        torn = self.torn()
-        if torn is not None:
-            raise ExchangeError(torn)
+        self.refuse_torn()
         if any(self.state.values()) and self.hosts.active is None:
             self.complete_state()
         for host in self.hosts:

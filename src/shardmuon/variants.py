@@ -52,6 +52,7 @@ run in the order in which `variant` names them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -235,14 +236,14 @@ class AfterStage(Stage):
 
 
 def scaled_(
-    stages: Sequence[AfterStage],
+    stages: Sequence[AfterStage],  # at least one
     x: Tensor,  # (B, rows, cols), scaled in place
     kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
 ) -> None:
     """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
     the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
     norms = Norms(x, any(stage.of_lines for stage in stages))
-    total: Tensor | None = None
+    factors: list[Tensor] = []
     for stage in stages:
         rows = kept.get(stage.key, ())
         numbers = norms.gathered(rows, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
@@ -251,11 +252,9 @@ def scaled_(
             foreach_copy_(rows, numbers.narrow(1, 0, len(rows[0])).unbind(0))
         if stage is not stages[-1]:
             norms.scale_(factor)
-        total = factor if total is None else total * factor
-    if total is not None:
-        x.mul_(
-            total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2)
-        )
+        factors.append(factor)
+    total = functools.reduce(torch.mul, factors)
+    x.mul_(total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2))
 
 
 def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # all three have shape (B, 1)

@@ -52,13 +52,14 @@ class WeightSet:
 
     Attributes:
         ranks: The ranks that share the parameters.
+        text: The ranks and the names of the parameters, for messages.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
         specs = {param: plan.specs[param] for param in sorted(stages)}
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
-        self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
+        self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # name of each matrix
         # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
         # rank sums the tile's squares
@@ -98,9 +99,6 @@ class WeightSet:
                 key = len(spec.layout.ranks), spec.layout.ranks, spec.kind, repr(_on_weights(of_param))
                 found.setdefault(key, {})[param] = of_param
         return [cls(plan, of_set, rank, shapes) for _, of_set in sorted(found.items(), key=lambda one: one[0])]
-
-    def __str__(self) -> str:
-        return self._text
 
     def squares(self, work: Work) -> Tensor:  # returns one fp64 number per matrix
         """Compute this rank's part of the squared norm of each matrix."""
@@ -197,7 +195,7 @@ def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch
     """
     when, damage = ("after the update", HALF_DONE) if watch is None else ("before the update", UNCHANGED)
     for one in sets:
-        where = partial("norms of weights {} ({})".format, when, one)
+        where = partial("norms of weights {} ({})".format, when, one.text)
         with nullcontext() if len(one.ranks) == 1 else naming(where, damage):
             squares = _summed(one.squares(work), one.ranks, traffic)
             if watch is None:
