@@ -171,12 +171,13 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # an audit is collective, so if any rank has requested one, all ranks that voted must take part
+        # An audit is collective, so if any rank has requested an audit, all ranks that voted must take part. `StepAudit`
+        # never raises an exception.
         audit = None
         if verdict.flags & Flag.AUDIT:
             from shardmuon.auditing.live import StepAudit
 
-            audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)  # never raises an exception
+            audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
             self.audits.num_audits += self.audits.due > 0
         self.audits.num_steps += 1
         missing = frozenset[int]()  # indices of parameters without a gradient
@@ -227,17 +228,17 @@ class Core:
         if isinstance(error, AuditError):  # the groups that come later in this step are not updated
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        if self.broken is not None:  # already recorded, and the connections are closed
+        if self.broken is not None:  # an earlier error is recorded, and the connections are closed
             return
         component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
         if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            if isinstance(error, ExchangeError):  # its message already has the remedy
+            if isinstance(error, ExchangeError):  # the message of such an error already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            close_lane(component)  # makes ranks that wait for this rank fail at once
+            close_lane(component)  # ranks that wait for this rank then fail at once
 
     def last_voters(self) -> Ranks | None:
         """Return the ranks that took part in the last vote; None if there was no vote under the current default process
@@ -265,7 +266,7 @@ class Core:
         fault = Fault()
         with made_public():
             binding = StepCall(self, fault).renewed(fault)
-            if fault.text is not None:  # occurred after ranks exchanged errors
+            if fault.text is not None:  # the error occurred after the ranks had exchanged errors
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
@@ -300,7 +301,7 @@ class StepCall(TableCall[Binding]):
         self.options: list[Settings | None] = []
         if core.process_group is not None:
             with fault:  # this rank must take part in planning even if it has no parameters
-                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if group is destroyed
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises an error for a destroyed group
 
     def before(self) -> Ranks | None:
         return self._core.last_voters()
@@ -313,7 +314,7 @@ class StepCall(TableCall[Binding]):
         self.options = self._core.options.read(groups)
         if len(self.options) != len(kept.planned):
             return False
-        found = []  # frameworks can replace parameters at any time; same selection as in `Offer`
+        found = []  # parameters by the same condition as in `Offer`; frameworks can replace parameters at any time
         for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
             if planned != ("" if settings is None else settings.planned):
                 return False
@@ -349,7 +350,7 @@ class StepCall(TableCall[Binding]):
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # includes DTensors that AdamW updates, so that the ranks that share such a DTensor learn of each other's errors
+        # The list includes DTensors that AdamW updates, so that their ranks learn of each other's errors.
         return [
             (name_of(group, index, position), p, group)
             for index, group in enumerate(self._core.param_groups)
@@ -729,7 +730,7 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        self.broken = state.get("broken")  # None when a state dict is loaded; copies keep the value
+        self.broken = state.get("broken")  # a state dict has no such key, so loading sets None; copies keep it
         if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()
 

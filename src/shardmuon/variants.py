@@ -448,7 +448,8 @@ VARIANTS: dict[str, Stages] = {
     "cautious": (),  # `apply_` of step/update.py implements its weight decay
 }
 
-KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})  # of all stages' state
+# keys of the state of all stages
+KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 
 

@@ -62,7 +62,7 @@ def step_adamw(
         for row in rows:
             assert row is not None, "all are complete"
             param, step = row.param, row.state[STEP]
-            if not param.numel():  # counts steps of empty shards, so that checkpoints agree on all ranks
+            if not param.numel():  # steps of empty shards count, too, so that checkpoints agree on all ranks
                 step += 1
                 continue
             device = param.device
@@ -70,7 +70,7 @@ def step_adamw(
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # adds missing options
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # frameworks can make groups without these options
 
 
 def _completed(

@@ -119,7 +119,7 @@ class Bound:
         batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         own = self.own.on(batches)
         self.own.update_momentum(work, own)
-        self.late.update_momentum(work, None)  # tiles whose results arrive in the relay
+        self.late.update_momentum(work, None)
         yield
         if gathers:
             _copy(gather.copies, pending.pop().wait(), batches)
@@ -200,7 +200,7 @@ class Buckets:
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(start, group, traffic))
                     traffic.orthogonalized += bound.num_owned
-                next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
+                next(runs[i], None)  # in its last turn, a generator ends without a value
             except ExchangeError:
                 raise
             except Exception as error:

@@ -169,7 +169,7 @@ def _glance(
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # can be of any type
+            rows.append((number, param, grad, kept.get(BUFFER)))  # a loaded momentum can have any type
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:
@@ -232,7 +232,7 @@ def _make(found: Proposal, number: int, binding: Binding, core: Stepped, grad: T
     wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
-    for key in KEPT_KEYS:  # drops state of an earlier variant: stale if the group returns to it
+    for key in KEPT_KEYS:  # state of an earlier variant would be stale if the group returned to that variant
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
