@@ -62,9 +62,9 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-_mkldnn: Any = torch.backends.mkldnn  # Any: type checkers do not know the attributes of this module
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> matmul backend, values of its flags
-    "cpu": (_mkldnn.matmul, {"fp32_precision": "ieee"}),
+    # type checkers do not know the attributes of torch.backends.mkldnn
+    "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
     "cuda": (
         torch.backends.cuda.matmul,
         {

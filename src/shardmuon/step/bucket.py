@@ -30,8 +30,6 @@ from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
-_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, numbers of elements to send, to receive)
-
 
 class Bound:
     """The program of one bucket (this rank's copies and exchanges), with the tiles that the program reads and writes. A
@@ -101,7 +99,12 @@ class Bound:
         """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
-    def run(self, work: Work, watch: FiniteWatch | None, exchange: _Exchange) -> Iterator[None]:
+    def run(
+        self,
+        work: Work,
+        watch: FiniteWatch | None,
+        exchange: Callable[[Tensor, Ints, Ints], Pending],  # (send buffer, numbers of elements to send, to receive)
+    ) -> Iterator[None]:
         """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
         buckets in the meantime, see `shardmuon.price.clock.turns`. A bucket without exchanges yields at the same
         points.
@@ -241,10 +244,8 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
-        if back:
-            one.copy_(other)
-        else:
-            other.copy_(one)
+        source, target = (other, one) if back else (one, other)
+        target.copy_(source)
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
