@@ -171,8 +171,8 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # An audit is collective, so if any rank has requested an audit, all ranks that voted must take part. Errors that
-        # occur in `StepAudit` become findings.
+        # An audit is collective, so if any rank has requested an audit, all ranks that voted must take part. Errors in
+        # `StepAudit` become findings.
         audit = None
         if verdict.flags & Flag.AUDIT:
             from shardmuon.auditing.live import StepAudit

@@ -254,10 +254,10 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
-        before, overwrite = False, True
+        unit, overwrite = False, True
         if settings.stages:
             products = choice.dtype or default_dtype(choice.method, x.device)
-            fed, before = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else products)
+            fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else products)
             # Stages after the orthogonalization need a dtype that does not depend on the size of the batch, since
             # batches differ between layouts. A result that overwrites its input has the input's dtype; otherwise, the
             # result of a batch of one matrix, at least, has the dtype of the matrix products.
@@ -269,7 +269,7 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             dtype=choice.dtype,
             watch=watch,
             overwrite=overwrite,
-            unit=before,
+            unit=unit,
         )
         if settings.stages:
             out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
