@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from shardmuon.step.stages import WeightSet
 from shardmuon.testing.layouts import LAYOUTS, meshes_on, parameters
 from shardmuon.variants import (
     VARIANTS,
+    AfterStage,
     BeforeStage,
     HyperballUpdate,
     HyperballWeight,
@@ -36,6 +38,7 @@ from shardmuon.variants import (
     Norms,
     NorMuon,
     WeightStage,
+    scaled_,
 )
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -244,15 +247,22 @@ def _without_agreement(job: Job) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------------------------------- of variants
 
-_NORMUON, _MUON_EQ = NorMuon.run, MuonEq.run_
+_MUON_EQ = MuonEq.run_
+
+
+def _alone(self: AfterStage, x: Tensor, kept: Tensor) -> Tensor:
+    """Apply one stage to a copy of the matrices."""
+    out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
+    return out
 
 
 def _stage_by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     """The norm restored for each half of the rows, as on shards."""
     if x.shape[1] < 2 * x.shape[2]:
-        return _NORMUON(self, x, kept)
+        return _alone(self, x, kept)
     halves = zip(x.chunk(2, 1), kept.chunk(2, 1), strict=True)
-    return torch.cat([_NORMUON(self, part, k) for part, k in halves], 1)
+    return torch.cat([_alone(self, part, k) for part, k in halves], 1)
 
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
@@ -273,7 +283,8 @@ def _rows_left(self: MuonEq, x: Tensor) -> None:
 def _one_by_one(stages: Sequence[Any], batch: Tensor, kept: Mapping[str, Sequence[Tensor]]) -> None:
     for stage in stages:
         for at, x in enumerate(batch.split(1)):
-            x.copy_(stage.run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
+            run = getattr(stage, "run", partial(_alone, stage))
+            x.copy_(run(x, kept[stage.key][at].unsqueeze(0) if stage.key else x.new_empty(1, 0)))
 
 
 def _divided_alone(self: BeforeStage, x: Tensor) -> None:
@@ -290,7 +301,7 @@ def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
         with (
-            mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run),
+            mock.patch.object(stage, "run_" if issubclass(stage, BeforeStage) else "run", run, create=True),
             mock.patch.object(bucket, "scaled_", _one_by_one),
         ):
             yield
@@ -537,13 +548,13 @@ FAULTS = {
     ),
     "NorMuon: the other dim": _of_variant("normuon", _running(NorMuon, _other_dim), "kept_wrong", _LENGTH),
     "NorMuon: norm not restored": _of_variant(
-        "normuon", _running(NorMuon, lambda *given: _NORMUON(*given) * 1.25), "scale_wrong"
+        "normuon", _running(NorMuon, lambda *given: _alone(*given) * 1.25), "scale_wrong"
     ),
     "NorMuon: nothing kept": _of_variant(
-        "normuon", _running(NorMuon, lambda self, x, kept: _NORMUON(self, x, kept.clone())), "kept_wrong"
+        "normuon", _running(NorMuon, lambda self, x, kept: _alone(self, x, kept.clone())), "kept_wrong"
     ),
     "NorMuon: average off": _of_variant(
-        "normuon", _running(NorMuon, lambda self, x, kept: _NORMUON(self, x, kept.mul_(1.5))), "kept_wrong", _LENGTH
+        "normuon", _running(NorMuon, lambda self, x, kept: _alone(self, x, kept.mul_(1.5))), "kept_wrong", _LENGTH
     ),
     "NorMuon: its state of one replica": Fault(
         now(lambda job: [v.mul_(1.25) for v in _kept(job, "second_moment")], rank=1),

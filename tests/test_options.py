@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 
 from shardmuon import Muon, param_groups
 from shardmuon.host import Host
-from shardmuon.options import _LR_SCALES, CONFIG_OPTIONS, ONLY_MUON
+from shardmuon.options import _LR_SCALES, ONLY_MUON, MuonConfig
 from shardmuon.step.update import _decay_agreeing_
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
@@ -389,7 +389,7 @@ MISSPELLED = {
 }
 BAD_KEYS = {
     **{key: f"{key} {says}" for key, says in SPELLINGS.items()},
-    **{key: f"{key} applies to the whole optimizer. Write Muon(..., {key}=...)" for key in CONFIG_OPTIONS},
+    **{key: f"{key} applies to the whole optimizer. Write Muon(..., {key}=...)" for key in vars(MuonConfig())},
     **{key: f"there is no option '{key}' (did you mean {near}?)" for key, near in MISSPELLED.items()},
 }
 OF_MATRICES = dict.fromkeys(ONLY_MUON, 7) | {

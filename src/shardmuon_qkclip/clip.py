@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from shardmuon._torch import is_dtensor, local_if_any, never_compiled
+from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import creates_state_only
@@ -182,13 +182,13 @@ class QKClip:
     def _watch(self, layer: Attention, holder: Holder) -> None:
         module, entered = holder.module, list[_Watch]()
 
-        @never_compiled
+        @torch._disable_dynamo
         def before(called: nn.Module, args: Any) -> None:
             if called is module and self._is_measured and torch.is_grad_enabled():  # a copy has the same hooks
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 
-        @never_compiled
+        @torch._disable_dynamo
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is module and entered:
                 entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]

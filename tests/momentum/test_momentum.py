@@ -19,7 +19,7 @@ from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import check_blocks
-from shardmuon.momentum.stores import _NEAREST, BLOCK, Stream, _round_by, decode, encode, round_patch, scale_shape
+from shardmuon.momentum.stores import _NEAREST, BLOCK, Stream, _round_by, decode, encode, scale_shape
 from shardmuon.testing.compare import Comparison
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
 from shardmuon.testing.pool import RankPool
@@ -80,7 +80,7 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
     x, num = torch.cat([x, -x]), 40_000
     patch = Patch.rectangle(0, 0, 0, num, len(x))
-    found = round_patch(Stream.of("w", "weights", 1, len(x)), patch, x.expand(num, -1)).double()
+    found = Stream.of("w", "weights", 1, len(x)).round(patch, x.expand(num, -1)).double()
     low, high = found.amin(0), found.amax(0)
     exact = x.to(BF16).double() == x.double()
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())

@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon.layout.views import matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
+from shardmuon.options import ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, MuonConfig
 from shardmuon.routing.groups import param_groups
 from shardmuon.testing import RankPool
 
@@ -558,7 +558,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert set(optimizer.defaults) - {"betas"} == {*ONLY_MUON, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
-    arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *CONFIG_OPTIONS, "process_group", *routing}
+    arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *vars(MuonConfig()), "process_group", *routing}
     assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}  # what no option is named
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {

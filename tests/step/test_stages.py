@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +29,12 @@ from simulated import (
 
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.orthogonalize.choice import Choice, Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import KeptLoad
+from shardmuon.step import bucket
 from shardmuon.step import stages as weights_module
-from shardmuon.step.bucket import _BatchStages
 from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
@@ -109,10 +111,21 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
 
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
-    x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
-    staged = _BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
-    assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert _BatchStages((), [], x).may_take(half, other)
+    program = SimpleNamespace(batches=[SimpleNamespace(items=[0], shape=(2, 4, 4), stride=16, start=0)])
+    plan = SimpleNamespace(items=[SimpleNamespace(param=0)])
+    sides = [SimpleNamespace(of=lambda kept: [torch.zeros(4), torch.zeros(4)])]
+
+    def overwrites(variant: str | None, products: torch.dtype) -> bool:
+        stages = stages_of({"variant": variant})
+        bound: Any = SimpleNamespace(program=program, plan=plan, choices=[Choice("standard", products)], kept=[sides])
+        work: Any = SimpleNamespace(settings=[SimpleNamespace(stages=stages, coefficients=())], kept=[])
+        with mock.patch.object(bucket, "orthogonalize", side_effect=lambda x, *_, **__: x) as called:
+            bucket._orthogonalize(bound, work, None, torch.randn(32, dtype=torch.bfloat16))
+        return bool(called.call_args.kwargs["overwrite"])
+
+    assert overwrites("normuon", torch.bfloat16)
+    assert not overwrites("normuon", torch.float16)
+    assert overwrites(None, torch.float16)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:

@@ -30,12 +30,13 @@ AFTER.append("normuon+hyperball")
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
     """A stage on a batch of matrices, as it stands in a step."""
-    if isinstance(stage, AfterStage):
-        return stage.run(x, kept)
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    stage.run_(x)
+    if isinstance(stage, AfterStage):
+        scaled_((stage,), x, {stage.key: kept.unbind(0)} if stage.key else {})
+    else:
+        stage.run_(x)
     return x
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.stores import Stream, round_patch
+from shardmuon.momentum.stores import Stream
 from shardmuon.options import Settings
 from shardmuon.orthogonalize import TORCH_EPS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
@@ -190,7 +190,7 @@ class Arithmetic:
         if self.rounding is None:
             return wide.to(self.weights)
         stream, matrix = self.rounding
-        return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
+        return stream.round(Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
 
     def recovered_update(
         self,

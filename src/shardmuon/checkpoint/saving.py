@@ -44,7 +44,7 @@ from shardmuon._torch import names_in
 from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.errors import ExchangeError, about, fault_text, made_public
+from shardmuon.errors import about, fault_text, made_public
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
@@ -71,7 +71,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
     """
     if optimizer.in_step:  # a vote is impossible while other ranks are still in the step's exchanges
-        raise ExchangeError(optimizer.torn())
+        optimizer.refuse_torn()
 
     with made_public():
         weights, state, groups = run_together(partial(_state_of, model, optimizer))

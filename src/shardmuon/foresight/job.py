@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader, Settings
+from shardmuon.options import MuonConfig, OptionsReader, Settings
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import MACHINES, Machine
@@ -649,7 +650,7 @@ class _Planned:
         self, module: nn.Module, mesh: _Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]
     ) -> None:
         self._mesh, self._device, self._weights = mesh, device, weights
-        self.config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
+        self.config = MuonConfig(**{one.name: options[one.name] for one in fields(MuonConfig) if one.name in options})
         if mesh.engine == "zero" and self.config.stored():
             raise ValueError(
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
@@ -660,7 +661,7 @@ class _Planned:
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._chooser = self.config.chooser()
+        self._chooser = Chooser(self.config.method, self.config.ns_dtype)
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
 
     def spec_of(self, placed: _Placed) -> Spec:

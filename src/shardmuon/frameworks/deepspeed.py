@@ -384,7 +384,7 @@ class DeepSpeedHost(Host):
         flat = known.flat
         state: dict[str, Any] = core.state[flat]
         if not known.is_muon:
-            init_state(flat, flat, state)
+            init_state(flat, state)
             return state
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -590,9 +590,10 @@ def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Se
     """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
-            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
-            "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave these options out; use "
-            "offload_optimizer in its config"
+            f"momentum_dtype={keeper.dtype} stochastic_rounding={keeper.rounds_weights} "
+            f"momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights itself, as its config "
+            "says (fp32, or bf16_master_weights_and_grads). Leave these options out; use offload_optimizer in its "
+            "config"
         )
     for index, (group, named) in enumerate(groups):
         if group["use_muon"] and group.get("tp_group") is not None:

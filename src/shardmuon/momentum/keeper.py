@@ -51,10 +51,6 @@ class Keeper:
         self.rounds = rounds_weights or dtype in (torch.bfloat16, "int8")
         self.as_computed = not self.rounds and device is None
 
-    def text(self) -> str:
-        """Format the momentum dtype and the rounding of weights as text, which ranks compare."""
-        return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
-
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
         """Return the dtype and device in which the momentum, and its scales if there are any, are stored, by state key.
 

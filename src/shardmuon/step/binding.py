@@ -176,7 +176,8 @@ class Offer:
     ) -> None:
         self._groups, self._options, self._config, self._keeper = groups, options, config, keeper
         homes = (offloaded_from(p) for group in groups if group["use_muon"] for p in group["params"])
-        self.chooser = replace(config.chooser(), device=next((home for home in homes if home is not None), None))
+        home = next((home for home in homes if home is not None), None)
+        self.chooser = Chooser(config.method, config.ns_dtype, home)
         self.listed, self.refs, whole = list[Listed](), dict[Ranks, GroupRef](), config.text()
         for index, (group, settings) in enumerate(zip(groups, options, strict=True)):
             named = bool(names_of(group)) or keeper.rounds
