@@ -62,8 +62,7 @@ from shardmuon.options import (
     refuse_sets,
     unknown_keyword,
 )
-from shardmuon.orthogonalize import FiniteWatch, MethodName
-from shardmuon.orthogonalize.schedules import Coefficients
+from shardmuon.orthogonalize import MethodName
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import Overrides, RoutingRow, routed
 from shardmuon.step.adamw import step_adamw
@@ -129,7 +128,6 @@ class Core:
         """Reset all attributes that are valid in one process only: the plan, caches and hosts."""
         self.binding: Binding | None = None
         self.options = OptionsReader()
-        self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self.hosts, self.has_trained = Hosts(), False
@@ -188,11 +186,9 @@ class Core:
         if on_weights:
             new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
             begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
-        binding.buckets_without(missing).run(proposal, self.watch, self.traffic)
+        binding.buckets_without(missing).run(proposal, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
-        if self.watch.seen:
-            self.watch.send()
         members = binding.members
         if proposal.adamw:
             step_adamw(
@@ -342,8 +338,6 @@ class StepCall(TableCall[Binding]):
 
     def read(self, kept: Binding) -> Ballot:
         core, audits, flags = self._core, self._core.audits, Flag.NONE
-        if core.watch.coming:
-            core.watch.report()
         if core.zeros.coming:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
@@ -513,7 +507,7 @@ class Muon(Core, Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: str | Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.7750, 2.0315),
         *,
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,

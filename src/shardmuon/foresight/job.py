@@ -654,7 +654,6 @@ class _Planned:
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._chooser = self.config.chooser()
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
 
     def spec_of(self, placed: _Placed) -> Spec:
@@ -671,7 +670,7 @@ class _Planned:
 
             device = torch.device(self._device)
             doubles = self._weights == torch.float64
-            self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, doubles, kept_of)
+            self._specs[key] = make_spec(param.name, layout, settings, self.config, device, None, doubles, kept_of)
         return self._specs[key]._replace(name=param.name)
 
     def shares(self, unit: _Unit, plan: Plan) -> Iterable[_RankClass]:

@@ -64,18 +64,12 @@
       rounding errors of R_0, so it would gain nothing.
     Products in bf16 are not allowed in the Gram form: with 8 bits, the errors are 0.2 to 2 even with restarts, and 1e5
     without restarts if singular values follow a power law. The standard form in bf16 stays within 0.02 to 0.1.
-
-[Note: results that are not finite]
-    If the result for a finite matrix is not finite, it is replaced by zeros: in this step, the weights decay but get no
-    update. This has never been observed. To report it without waiting for the device, the counts are copied to the host
-    asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -83,15 +77,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardmuon._torch import (
-    Coming,
-    cpu_has_amx,
-    cpu_has_bf16_matmul,
-    exact_products,
-    foreach_copy_,
-    foreach_norm,
-    is_capturing,
-)
+from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul, exact_products, foreach_copy_, foreach_norm
 from shardmuon.orthogonalize.schedules import Triples
 
 MethodName = Literal["auto", "standard", "gram", "torch"]
@@ -425,15 +411,6 @@ _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
 _LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a local restart takes less work than one from X: [Note: restarts]
 
 
-def check_gram_dtype(dtype: torch.dtype) -> None:
-    """Raise ValueError if rounding errors make the Gram form unsafe in products of this dtype."""
-    if dtype not in _MOST_SLOPE:
-        raise ValueError(
-            f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {dtype}: "
-            "rounding errors grow too large there. Use method='standard'"
-        )
-
-
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
     """True if the Gram form restarts an m x n matrix (m <= n) locally, without X: see [Note: restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
@@ -442,7 +419,6 @@ def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype)
 def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     """Choose the steps before which the Gram form recomputes the Gram matrix to limit rounding errors: see [Note:
     restarts]. Returns indices from 1 to k - 1, for k steps."""
-    check_gram_dtype(dtype)
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
         slope = max(slope, 1.0) * abs(a)  # every step rounds, so shrinking does not offset later growth
@@ -457,11 +433,7 @@ def _gram_newton_schulz(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the same shape and dtype as `y`
-    """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form].
-
-    Raises:
-        ValueError: The products are in bf16.
-    """
+    """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form]."""
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
     first, *others = (coefficients[start:stop] for start, stop in ends)  # the steps between restarts
@@ -540,52 +512,57 @@ def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16, same 
 ITERATIONS: dict[str, Callable[..., Tensor]] = {"standard": _newton_schulz, "gram": _gram_newton_schulz}
 
 
-def default_dtype(method: str, device: torch.device) -> torch.dtype:
-    """Return the default dtype of a method's matrix products.
+def products_dtype(method: str, given: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of a method's matrix products: `given`, or the method's default if `given` is None.
 
-    "standard": bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs without them,
-    where bf16 products are 10 to 80 times slower. "gram": float16 on accelerators (bf16 is not precise enough), float32
-    on CPUs. "torch": bfloat16.
+    The default of "standard" is bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs
+    without them, where bf16 products are 10 to 80 times slower. The default of "gram" is float16 on accelerators (bf16
+    is not precise enough), float32 on CPUs. "torch" always uses bfloat16.
+
+    Raises:
+        ValueError: The method is "gram", and rounding errors in products of the given dtype make it unsafe.
     """
     if method == "torch":
         return torch.bfloat16
+    if method == "gram" and given is not None and given not in _MOST_SLOPE:
+        raise ValueError(
+            f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {given}: "
+            "rounding errors grow too large there. Use method='standard'"
+        )
+    if given is not None:
+        return given
     if device.type == "cpu" and (method == "gram" or not cpu_has_bf16_matmul()):
         return torch.float32
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
-def flops(
-    method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
-) -> tuple[float, float]:
+def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, device: torch.device) -> int:
     """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
+
+    They are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
+    accelerator, they are 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without restarts.
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products, which determines how often "gram" restarts.
-        symmetric_share: Fraction of a symmetric product that is computed: 1 for the full product, 0.5 for the lower
-            half.
-
-    Returns:
-        FLOPs of the products that involve the long side, and FLOPs of the products of square matrices of the short
-        side. They are counted as in the tables published with Gram Newton-Schulz. For m <= n, full products and k
-        quintic steps, they are 4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram" without
-        restarts.
+        device: Device of the products. CPUs compute large symmetric products in four row blocks, which together are
+            10/16 of a product.
     """
     m, n = min(rows, cols), max(rows, cols)
-    steps = len(coefficients)
+    steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
     squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # FLOPs of the two products X X^T and (square matrix) X
     small: float = 2 * m**3
     if method != "gram":
-        return steps * twice, squares * small * symmetric_share
+        return round(steps * twice + squares * small * symmetric_share)
     restarts = len(_plan_restarts(coefficients, dtype))
     # Each segment between restarts has one product for Q in every step except the first, and two products for R in
     # every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
         # A local restart adds the split products of `Products.sandwich`, and one product that combines the factors Q.
-        return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)
-    return (1 + restarts) * twice, of_small
+        return round(twice + of_small + restarts * (3 * small + 2 * small * symmetric_share))
+    return round((1 + restarts) * twice + of_small)
 
 
 def orthogonalize(
@@ -594,7 +571,6 @@ def orthogonalize(
     *,
     method: str = "standard",
     dtype: torch.dtype | None = None,
-    watch: FiniteWatch | None = None,
     overwrite: bool = False,
     unit: bool = False,
 ) -> Tensor:  # (B, m, n)
@@ -605,9 +581,7 @@ def orthogonalize(
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
-        dtype: Dtype of the products. Default: the result of `default_dtype`. Method "torch" ignores it.
-        watch: Object that replaces non-finite results of finite matrices by zeros and reports them, for method "gram".
-            Default: non-finite results are returned unchanged.
+        dtype: Dtype of the products. Default: see `products_dtype`. Method "torch" ignores it.
         overwrite: True if the caller no longer needs `x`, so that results may be written to its memory.
         unit: True if each matrix already has Frobenius norm 1 (or 0), so that no matrix is normalized.
 
@@ -622,22 +596,21 @@ def orthogonalize(
     with exact_products(device, flags=method != "torch"):
         if method == "torch":
             return torch.stack([_torch_muon(matrix, coefficients) for matrix in x])
-        dtype = dtype or default_dtype(method, device)
-        watch = watch if method == "gram" else None
+        dtype = products_dtype(method, dtype, device)
         size = batch_size(rows, cols, device)
         shape = (rows, cols) if size == 1 else (size, rows, cols)
         products = Products(shape, device, dtype)
-        run: Callable[[Tensor], Tensor] = partial(ITERATIONS[method], coefficients=coefficients, products=products)
         many = len(x) > size
-        out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
+        out = empty_batch(x.shape, dtype, device) if many and not overwrite else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
-            found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
+            found = ITERATIONS[method](_operands(part, shape, products, unit), coefficients, products)
+            found = found.view(size, rows, cols).narrow(0, 0, len(part))
             if many:  # faster than `copy_` on the tensors without data that `foresight` uses
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
             del found  # free memory for the next batch
-        return out if watch is None else watch.keep_finite(out, x, f"method={method!r} on {rows}x{cols}")
+        return out
 
 
 def _operands(
@@ -662,59 +635,3 @@ def _operands(
     if missing:
         y.narrow(0, len(x), missing).zero_()
     return y if products.operands == products.dtype else products.rounded_(y)
-
-
-# ------------------------------------------------------------------------------------------ results that are not finite
-
-
-class FiniteWatch:
-    """Guard that replaces non-finite results by zeros, and warns about them one or more steps later. Each optimizer has
-    one instance."""
-
-    def __init__(self) -> None:
-        # For each call in this step: method and shape, flags of the results, flags of the inputs. A flag is 0 for a
-        # finite matrix, otherwise NaN.
-        self.seen: list[tuple[str, Tensor, Tensor]] = []
-        self.coming = Coming[list[tuple[str, int]]]()
-
-    def keep_finite(
-        self,
-        out: Tensor,  # (B, m, n), the results; changed in place
-        x: Tensor,  # (B, m, n), the matrices from which `out` was computed
-        text: str,  # method and shape, for use in the warning
-    ) -> Tensor:  # (B, m, n), `out`
-        """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
-        spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU, this check waits for no device
-            return out
-        given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
-        self.seen.append((text, spoiled, given))
-        return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
-
-    def send(self) -> None:
-        """Start to copy this step's flags, which tell the replaced results, to the host. Call this method at the end of
-        a step."""
-        seen, self.seen = self.seen, []
-        if not seen or is_capturing(seen[0][1].device):  # a replay of a CUDA graph does not run this code
-            return
-        spoiled = torch.cat([s.flatten() for _, s, _ in seen])
-        given = torch.cat([g.flatten() for _, _, g in seen])
-        replaced = spoiled.isnan().logical_and_(given == 0)
-        self.coming.send([(text, len(s)) for text, s, _ in seen], replaced)
-
-    def report(self) -> None:
-        """Warn about results that were replaced in earlier steps, if the flags of these steps have arrived at the
-        host."""
-        for seen, replaced in self.coming.arrived():
-            for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
-                if flags.any():
-                    warnings.warn(
-                        f"{text} gave a non-finite result for {int(flags.sum())} of {count} finite matrices in an "
-                        "earlier step; they took no update in it",
-                        stacklevel=2,
-                    )
-
-
-def _zero_or_nan(x: Tensor) -> Tensor:
-    """Return 0 for each finite element, otherwise NaN."""
-    return x - x

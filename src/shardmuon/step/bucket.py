@@ -18,7 +18,7 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.comm.groups import Pending, Traffic, group_for, start, wire_device
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
+from shardmuon.orthogonalize import empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
 from shardmuon.plan.program import Copy, KeptLoad, Program, Wire, make_program
@@ -101,7 +101,7 @@ class Bound:
         """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
-    def run(self, work: Work, watch: FiniteWatch | None, exchange: _Exchange) -> Iterator[None]:
+    def run(self, work: Work, exchange: _Exchange) -> Iterator[None]:
         """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
         buckets in the meantime, see `shardmuon.price.clock.turns`. A bucket without exchanges yields at the same
         points.
@@ -123,7 +123,7 @@ class Bound:
         yield
         if gathers:
             _copy(gather.copies, pending.pop().wait(), batches)
-        _orthogonalize(self, work, watch, batches)
+        _orthogonalize(self, work, batches)
         if gathers:
             pending.append(exchange(_results(self, scatter, self.told, work, batches), scatter.sent, scatter.came))
         yield
@@ -180,12 +180,11 @@ class Buckets:
         relays = [bound.program.relay is not None for bound in self.bounds]
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
 
-    def run(self, work: Work, watch: FiniteWatch, traffic: Traffic) -> None:
+    def run(self, work: Work, traffic: Traffic) -> None:
         """Run all buckets of a step, interleaved in the order `order`. Collective among the ranks of each bucket.
 
         Args:
             work: This step's tensors.
-            watch: Object that reports results that are not finite, see `orthogonalize`.
             traffic: Counters of exchanges and matrices, updated in place.
 
         Raises:
@@ -198,7 +197,7 @@ class Buckets:
             try:
                 if turn == "begin":
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
-                    runs[i] = bound.run(work, watch, partial(start, group, traffic))
+                    runs[i] = bound.run(work, partial(start, group, traffic))
                     traffic.orthogonalized += bound.num_owned
                 next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
             except ExchangeError:
@@ -247,7 +246,7 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
             other.copy_(one)
 
 
-def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
+def _orthogonalize(bound: Bound, work: Work, batches: Tensor) -> None:
     """Orthogonalize the matrices that this rank owns, in place in the buffer of batches."""
     for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
@@ -255,15 +254,13 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
         stages, fed, unit, overwrite = None, x, False, True
         if settings.stages:
             stages = _BatchStages(settings.stages, [side.of(work.kept) for side in of_batch], x)
-            products = choice.dtype or default_dtype(choice.method, x.device)
-            fed, unit = stages.before(None if choice.method == "torch" else products)
-            overwrite = stages.may_take(fed.dtype, products)
+            fed, unit = stages.before(None if choice.method == "torch" else choice.dtype)
+            overwrite = stages.may_take(fed.dtype, choice.dtype)
         out = orthogonalize(
             fed,
             settings.coefficients,
             method=choice.method,
             dtype=choice.dtype,
-            watch=watch,
             overwrite=overwrite,
             unit=unit,
         )
