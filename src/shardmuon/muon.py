@@ -64,7 +64,7 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize import MethodName
 from shardmuon.plan.plan import Plan
-from shardmuon.routing.groups import Overrides, RoutingRow, routed
+from shardmuon.routing.groups import Overrides, ParamGroups, RoutingRow
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
@@ -554,7 +554,7 @@ class Muon(Core, Optimizer):
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, "overrides": overrides}
-        params = routed(params, defaults, routing)
+        params = ParamGroups.routed(params, defaults, routing)
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 

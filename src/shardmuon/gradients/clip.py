@@ -209,7 +209,8 @@ class _BoundGradients(Agreed):
             self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
-            if not _is_own(one.group):
+            given = GroupRef.of(one.group.get("process_group"))
+            if given is None or given.ranks:  # without `process_group=()`, other ranks can have replicas
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
@@ -219,13 +220,6 @@ class _BoundGradients(Agreed):
                 )
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
-
-
-def _is_own(group: Group) -> bool:
-    """Return True if a parameter group has the option `process_group=()`. This option declares that the group's plain
-    tensors exist on this rank only, as experts do."""
-    found = GroupRef.of(group.get("process_group"))
-    return found is not None and not found.ranks
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
