@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardmuon import texts
 from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
@@ -201,12 +202,11 @@ class _BoundGradients(Agreed):
         self.key = _key_of(params)
         self.engines = [engine for *_, engine, _ in self.key]
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
-        counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
-        self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
+        self.counted = {number for number, layout in enumerate(table.layouts) if _counts(layout)}
         self.compared = [not claim.empty_lacks_gradient for claim in table.claims]
-        self.lines, self.loose = list[str](), dict[tuple[Ranks, Ints], list[int]]()
+        self.lines = [f"{one.identity} {layout.view.shape}" for one, layout in zip(params, table.layouts, strict=True)]
+        self.loose: dict[tuple[Ranks, Ints], list[int]] = {}
         for number, (one, claim, layout) in enumerate(zip(params, table.claims, table.layouts, strict=True)):
-            self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
@@ -373,9 +373,8 @@ class _Clipping(TableCall[_BoundGradients]):
         loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]
         for ranks in sorted(bound.replicas):
             if any(plain[rank] != plain[ranks[0]] for rank in ranks):
-                named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
                 raise Refused(
-                    f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
+                    f"the gradients of plain tensors ({texts.listed(loose) or 'none on this rank'}) differ between ranks {ranks}. If they are replicas, "
                     "average the gradients first; if each rank has its own (experts), write process_group=() in "
                     "their group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
                 )

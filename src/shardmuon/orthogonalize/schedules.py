@@ -1,14 +1,13 @@
 """Newton-Schulz coefficient schedules as data: the triple (a, b, c) of each step, and the source.
 
-One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band (the range of its
-outputs) and its slope (the growth of the smallest singular values) are computed from the triples, never typed in. A
-schedule that flips a sign or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm,
-singular values are at most 1, but rounding can lift them slightly above.
+One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. A schedule that flips a sign
+or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1,
+but rounding can lift them slightly above.
 
 [Note: to add one]
     To add a schedule, change four files: this file, tests/schedule_cases.py, docs/orthogonalization.md and
     CHANGELOG.md. New rows go last.
-    1. Add a row to `SCHEDULES`; all other code reads this table. The row's source says who published the coefficients,
+    1. Add a row to `_SCHEDULES`; all other code reads this table. The row's source says who published the coefficients,
        or "ours".
     2. Run `.venv/bin/python tests/schedule_cases.py NAME`. It prints a row for `CASES` in that file, and rows for the
        tables "Schedules" and "Errors" in docs/orthogonalization.md. Add these rows.
@@ -22,7 +21,6 @@ singular values are at most 1, but rounding can lift them slightly above.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +40,7 @@ class Schedule:
     """Coefficients of all Newton-Schulz steps, after division by any safety factor, and their source.
 
     Attributes:
-        name: A key of `SCHEDULES`, or "custom".
+        name: Name of the schedule, or "custom".
         triples: (a, b, c) of each step.
         source: Publication of the coefficients, and changes made to them.
     """
@@ -59,20 +57,6 @@ class Schedule:
         return s
 
     @property
-    def slope(self) -> float:
-        """Factor by which the smallest singular values grow, the product of all coefficients a."""
-        return math.prod(a for a, _, _ in self.triples)
-
-    def band(self, s_min: float = 0.01) -> tuple[float, float]:
-        """Return the smallest and the largest output for all inputs (singular values as fractions of the Frobenius
-        norm) in [s_min, 1]."""
-        if not 0.0 < s_min <= 1.0:
-            raise ValueError(f"s_min={s_min} must be above 0 and at most 1")
-        grid = np.union1d(np.linspace(s_min, 1.0, _GRID), np.geomspace(s_min, 1.0, _GRID))
-        out = self(grid)
-        return float(out.min()), float(out.max())
-
-    @property
     def fault(self) -> str | None:
         """Description of the smallest input for which the schedule flips the sign or diverges; None if the schedule is
         usable."""
@@ -84,13 +68,6 @@ class Schedule:
             return None
         fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
         return f"{fault}: it maps {grid[bad[0]]:.4g} to {out[bad[0]]:.3g}"
-
-    def __str__(self) -> str:
-        low, high = self.band()
-        return (
-            f"{self.name}: {len(self.triples)} steps, singular values from 0.01 on go to {low:.3f}..{high:.3f}, "
-            f"slope {self.slope:.0f} ({self.source})"
-        )
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
@@ -105,7 +82,7 @@ _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up 
 # Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
 # are not published elsewhere). A schedule with a triple for further steps has five steps by default, and allows any
 # other number. A schedule with None in its place has exactly the steps listed.
-SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
+_SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (
         (
@@ -177,7 +154,7 @@ def schedule(coefficients: str | Sequence[float] | Sequence[Sequence[float]], st
     """Make a schedule from a name, from one triple, or from one triple per step.
 
     Args:
-        coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
+        coefficients: A name from the table in docs/orthogonalization.md, or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
             (a, b, c), or one (a, b, c) per step.
         steps: Number of steps. Default: the number of published steps; 5 for "keller", "polar_express" and a single
             triple. Only these three allow a number other than the default. If one triple per step is given, `steps` is
@@ -199,12 +176,12 @@ def _made(coefficients: Any, steps: int | None) -> Schedule:
     name, source = "custom", "given by the caller"
     if isinstance(coefficients, str) or coefficients == _KELLER:
         name = "keller" if coefficients == _KELLER else _ALIASES.get(coefficients.lower(), coefficients.lower())
-        if name not in SCHEDULES:
-            known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
+        if name not in _SCHEDULES:
+            known = ", ".join(map(repr, (*_SCHEDULES, *_ALIASES)))
             raise ValueError(
                 f"{coefficients!r} is not a known schedule: write one of {known}, or the triples themselves"
             )
-        first, tail, source = SCHEDULES[name]
+        first, tail, source = _SCHEDULES[name]
     elif coefficients and isinstance(coefficients[0], tuple):
         first, tail, steps = _floats(coefficients), None, None
     else:
