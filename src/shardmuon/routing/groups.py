@@ -329,10 +329,14 @@ class Rule(NamedTuple):
             options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
             if not isinstance(options, Mapping):
                 raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
-            for key in [key for key in options if key not in GROUP_OPTIONS]:
-                text = f"there is no group option {key!r}{did_you_mean(key, GROUP_OPTIONS)}"
-                text = f"{key} {ELSEWHERE[key]}" if key in ELSEWHERE else f"{text}. Allowed: {', '.join(GROUP_OPTIONS)}"
-                raise ValueError(f"override {label}: {text}")
+            for key in options:
+                if key in ELSEWHERE:
+                    raise ValueError(f"override {label}: {key} {ELSEWHERE[key]}")
+                if key not in GROUP_OPTIONS:
+                    raise ValueError(
+                        f"override {label}: there is no group option {key!r}{did_you_mean(key, GROUP_OPTIONS)}. "
+                        f"Allowed: {', '.join(GROUP_OPTIONS)}"
+                    )
             rules.append(cls(pattern, label, dict(options)))
         return rules
 
