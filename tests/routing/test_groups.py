@@ -286,7 +286,7 @@ SAID: dict[str, Case] = {
     ),
     "a linear of somebody else's is asked about": Case(
         beside(typed("Linear", "somewhere.else", weight=table(6, 4))),
-        says=("weight .* is a parameter of Linear, of which no rule knows what it is",),
+        says=("weight .* is a parameter of Linear, which no rule recognizes",),
     ),
     "no matrix": Case(lambda: nn.LayerNorm(4), {"weight": _ADAMW}, ("no parameter goes to Muon",)),
     "an override makes a scalar head a matrix": Case(

@@ -6,7 +6,7 @@ groups, their order and the table follow from the model's structure. So all data
 without communication, whether the model is already sharded or not.
 
 [Note: output heads]
-    An output head turns features into one number per vocabulary entry, so each of its rows belongs to one entry, as in
+    An output head maps features to one number per vocabulary entry, so each of its rows belongs to one entry, as in
     an embedding. Nothing in torch marks heads, so these rules apply in order:
     1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
        `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
@@ -14,7 +14,7 @@ without communication, whether the model is already sharded or not.
     2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer has V inputs,
        no norm or embedding has width V). Then a linear layer with V rows outputs logits, and is a head. If
        `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
-       vocabularies. Within a repeated block, the rule holds only for the block's last matrix: in a byte-level model
+       vocabularies. Within a repeated block, this rule applies only to the block's last matrix: in a byte-level model
        with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
     3. If the model names no head and rules 1 and 2 find none, V can also be a width of the model, such as 256 in a
        byte-level model of width 256. The head is then the last linear layer with V rows outside of the repeated blocks.
@@ -221,8 +221,8 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
-            "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
+            f"param_groups needs the model, found {type(model).__name__}: whether a parameter is an embedding, a "
+            "head, a convolution or a matrix follows from its module. Pass the module itself"
         )
     place = {} if tp_group is None else {"tp_group": GroupRef.of(tp_group, "tp_group")}
     scale = {} if adjust_lr_fn is None else {"adjust_lr_fn": adjust_lr_fn}
@@ -277,7 +277,7 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
     # AdamW's updates have a root mean square of 0.2 times its lr, see docs/learning_rate.md. Rounding to six digits
-    # turns results that are 1 except for rounding errors into exactly 1.
+    # makes results that are 1 except for rounding errors exactly 1.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
 
 
@@ -666,7 +666,7 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- warnings
 
-_UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
+_UNKNOWN = ", which no rule recognizes. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
 # For each kind of parameter that is recognized by shape alone, three parts of a warning: what the parameter may be and
 # which optimizer gets it; the override that confirms this choice; and the overrides for the alternatives.

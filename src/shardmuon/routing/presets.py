@@ -1,6 +1,6 @@
 """Table of the weights of well-known module types. This module imports no framework.
 
-[Note: what a type says]
+[Note: facts that follow from a type]
     The type and the size attributes of a framework's module show facts that the model's structure does not show: that
     rows are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched
     by class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other

@@ -108,7 +108,7 @@ class Placed(NamedTuple):
             with about(name):
                 refuse_flat(param)
             parts = prefix.split(".")[:-1]
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
+            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of X
                 *parts, _, leaf = parts
             above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
             owners = tuple((name.removeprefix(at), modules[at]) for at in above)
@@ -133,7 +133,7 @@ class Placed(NamedTuple):
                 f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
                 "shape is unknown. Build the groups before wrapping the model"
             )
-        # a Megatron layer whose `output_size` equals its `output_size_per_partition` holds whole parameters
+        # a Megatron layer whose `output_size` equals its `output_size_per_partition` has unsharded parameters
         parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
         is_whole = bool(parts) and all(
             getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
@@ -156,7 +156,7 @@ class Placed(NamedTuple):
             if tables[0] is places[0]:
                 reason = f"embedding, tied to {others}" if others else "embedding"
             return Role("embedding", reason, reads=shape[1:])
-        # A module of a known type tells more about a parameter than a module that merely holds a reference to it.
+        # Roles from modules of known types take precedence over roles from modules that only refer to the parameter.
         known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
         first = known[0]
         if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
@@ -263,8 +263,8 @@ def _fused_hint(place: Place, shape: Ints) -> str:
     that splits the parts. Returns "" if the name suggests no fused parts.
 
     A name does not show the order of rows. The order can be all of q, then all of k, then all of v; or it can be q, k
-    and v of each head in turn. With an override for the wrong order, each part would mix rows of different kinds, so
-    the remark names the order that it assumes.
+    and v of head 0, then q, k and v of head 1, and so on. With an override for the wrong order, each part would mix
+    rows of q, k and v, so the remark names the order that it assumes.
 
     Args:
         place: Place of the weight in the model.
