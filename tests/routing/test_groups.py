@@ -165,7 +165,7 @@ HEADS: dict[str, Case] = {
     ),
     "a bare head is no linear layer, and is asked about": Case(
         lambda: but(nn.ModuleDict({"e": nn.Embedding(100, 16), "n": nn.RMSNorm(16)}), unembed=table(100, 16)),
-        says=(r"unembed \(100x16\) .*no rule knows",),
+        says=(r"unembed \(100x16\) .*no rule recognizes",),
         muon=["unembed"],
     ),
     "a model that names its head": Case(

@@ -43,7 +43,7 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, names_of
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.options import SETS, refuse_sets
+from shardmuon.options import PLACE_OPTIONS, SETS, refuse_sets
 from shardmuon.step.validate import gradient_storage
 
 
@@ -157,8 +157,8 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        place = {key: group.get(key) for key in ("process_group", "tp_group")}
-        options = {**place, "use_muon": False}  # False, because clipping does not need matrices
+        # `use_muon` is False, because clipping does not need matrices
+        options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
