@@ -68,7 +68,7 @@ class Choice:
         return cls(method, found, f"{rule}{'as in torch.optim.Muon' if method == 'torch' else why}")
 
     def __str__(self) -> str:
-        return f"{self.method} {_name(self.dtype)}"
+        return f"{self.method} {self.dtype}".replace("torch.", "")
 
 
 def _by_rule(
@@ -85,10 +85,6 @@ def _by_rule(
     slower = 1.0
     if device.type == "cpu" and dtypes["standard"] != dtypes["gram"]:
         slower = _CPU_BF16_RATE
-        reason += f", in {_name(dtypes['gram'])} at 1/{slower:g} of the rate"
+        reason += f", in {dtypes['gram']} at 1/{slower:g} of the rate"
     method = "gram" if share * slower < _WORTH_IT else "standard"
     return method, f"{reason} (taken below {_WORTH_IT / slower:.3g}x); "
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -25,7 +25,6 @@ without communication, whether the model is already sharded or not.
 
 from __future__ import annotations
 
-import difflib
 import math
 import warnings
 from collections import Counter
@@ -393,11 +392,10 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     for rule in rules:
         if not any(rule.matches(*one) for one in found):
             names = [place.name for _, places in found for place in places]
-            close = ", ".join(difflib.get_close_matches(str(rule.pattern), names, n=3, cutoff=0.5))
             raise ValueError(
-                f"override {rule.label} matches none of the model's {len(names)} parameter names."
-                + (f" Close: {close}." if close else "")
-                + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
+                f"override {rule.label} matches none of the model's {len(names)} parameter names"
+                f"{did_you_mean(str(rule.pattern), names, cutoff=0.5)}. A pattern is a glob over the whole name, such as "
+                "'*.attn.qkv.weight'"
             )
     weights = [_weight(one, rules, tp_group) for one in found]
     experts = _find_experts(weights)
