@@ -51,7 +51,7 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
     # f(s) / s is the slope times 1 + (sum of |b| / a times squares of what comes before): s^2 slope^3 at most
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
-    assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found)**3 + roundoff(torch.float32))
+    assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found) ** 3 + roundoff(torch.float32))
     assert found.source and name == found.name
 
 

@@ -154,8 +154,8 @@ def schedule(coefficients: str | Sequence[float] | Sequence[Sequence[float]], st
     """Make a schedule from a name, from one triple, or from one triple per step.
 
     Args:
-        coefficients: A name from the table in docs/orthogonalization.md, or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
-            (a, b, c), or one (a, b, c) per step.
+        coefficients: A name from the table in docs/orthogonalization.md, or a name that other libraries use for it
+            ("simple", "you5", "deepseekv4"), (a, b, c), or one (a, b, c) per step.
         steps: Number of steps. Default: the number of published steps; 5 for "keller", "polar_express" and a single
             triple. Only these three allow a number other than the default. If one triple per step is given, `steps` is
             ignored, as in torch.

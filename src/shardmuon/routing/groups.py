@@ -124,12 +124,14 @@ class ParamGroups(list[dict[str, Any]]):
         Args:
             params: The optimizer's first argument: a module, parameters or groups.
             defaults: The optimizer's options.
-            given: Options that only `param_groups` takes, such as `overrides`. Options that are None count as not given.
+            given: Options that only `param_groups` takes, such as `overrides`. Options that are None count as not
+                given.
 
         Raises:
             TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
                 effect.
-            ValueError: `param_groups` chose AdamW's lr for a learning-rate scale that differs from the optimizer's scale.
+            ValueError: `param_groups` chose AdamW's lr for a learning-rate scale that differs from the optimizer's
+                scale.
         """
         given = {key: value for key, value in given.items() if value is not None}
         if isinstance(params, nn.Module):
@@ -140,8 +142,8 @@ class ParamGroups(list[dict[str, Any]]):
             if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
                 warnings.warn(
                     f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
-                    'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if it '
-                    'is meant, write adjust_lr_fn="original"',
+                    'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if '
+                    'it is meant, write adjust_lr_fn="original"',
                     stacklevel=3,
                 )
             return groups
@@ -154,11 +156,10 @@ class ParamGroups(list[dict[str, Any]]):
             scale, missing = defaults["adjust_lr_fn"], any(g["use_muon"] and "adjust_lr_fn" not in g for g in params)
             if scale not in (None, "original") and missing:
                 raise ValueError(
-                    f"adjust_lr_fn={scale!r} was given to Muon, but param_groups matched AdamW's lr to the default scale "
-                    "of the matrices' updates. Give adjust_lr_fn to param_groups, or give it adamw_lr"
+                    f"adjust_lr_fn={scale!r} was given to Muon, but param_groups matched AdamW's lr to the default "
+                    "scale of the matrices' updates. Give adjust_lr_fn to param_groups, or give it adamw_lr"
                 )
         return params
-
 
 
 def param_groups(
@@ -394,8 +395,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
             names = [place.name for _, places in found for place in places]
             raise ValueError(
                 f"override {rule.label} matches none of the model's {len(names)} parameter names"
-                f"{did_you_mean(str(rule.pattern), names, cutoff=0.5)}. A pattern is a glob over the whole name, such as "
-                "'*.attn.qkv.weight'"
+                f"{did_you_mean(str(rule.pattern), names, cutoff=0.5)}. A pattern is a glob over the whole name, such "
+                "as '*.attn.qkv.weight'"
             )
     weights = [_weight(one, rules, tp_group) for one in found]
     experts = _find_experts(weights)
@@ -450,8 +451,8 @@ def _check_usable(w: _RoutedParam) -> None:
     if wrong:
         here, there = ("Muon", "AdamW") if w.use_muon else ("AdamW", "Muon")
         raise ValueError(
-            f"{w.name}: override {w.rule.label} sets {wrong[0]}={w.rule.options[wrong[0]]!r}, an option of {there}, but "
-            f"the parameter goes to {here} ({w.reason}). Narrow the pattern, or add "
+            f"{w.name}: override {w.rule.label} sets {wrong[0]}={w.rule.options[wrong[0]]!r}, an option of {there}, "
+            f"but the parameter goes to {here} ({w.reason}). Narrow the pattern, or add "
             f'"use_muon": {not w.use_muon}'
         )
 
