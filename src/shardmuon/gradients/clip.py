@@ -374,10 +374,10 @@ class _Clipping(TableCall[_BoundGradients]):
         for ranks in sorted(bound.replicas):
             if any(plain[rank] != plain[ranks[0]] for rank in ranks):
                 raise Refused(
-                    f"the gradients of plain tensors ({texts.listed(loose) or 'none here'}) differ between ranks {ranks}. "
-                    "If they are replicas, average the gradients first; if each rank has its own (experts), write "
-                    "process_group=() in their group, or pass clip_grad_norm_(..., process_group=) a group that contains "
-                    "all of these ranks"
+                    f"the gradients of plain tensors ({texts.listed(loose) or 'none here'}) differ between ranks "
+                    f"{ranks}. If they are replicas, average the gradients first; if each rank has its own (experts), "
+                    "write process_group=() in their group, or pass clip_grad_norm_(..., process_group=) a group that "
+                    "contains all of these ranks"
                 )
         replicas = {code: norm for _, parts in everyone.values() for code, norm, _ in parts}
         return _combine([*(own for own, _ in everyone.values()), *replicas.values()], self.norm_type)
