@@ -16,6 +16,7 @@ from shardmuon.orthogonalize import flops
 from shardmuon.orthogonalize.schedules import schedule
 
 Interval = tuple[float, float]
+_GPU = torch.device("cuda")
 KELLER = schedule("keller", None).triples
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -41,7 +42,7 @@ def rounded(text: str) -> Interval:
 def _standard(exact: Exact) -> float:
     """FLOPs of plain Newton-Schulz on all matrices, each once: how others count them."""
     found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
-    return sum(count * m.num * sum(flops("standard", m.rows, m.cols, KELLER, torch.bfloat16)) for count, m in found)
+    return sum(count * m.num * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16, _GPU) for count, m in found)
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
@@ -67,7 +68,7 @@ def one_b_8_b200() -> Interval:
 
 
 def newton_schulz_on_h100() -> Interval:
-    work = sum(flops("standard", 2560, 2560, KELLER, torch.bfloat16))
+    work = flops("standard", 2560, 2560, KELLER, torch.bfloat16, _GPU)
     best, _, worst = Rates(Hardware.load("h100")).product(2560, 2560, "standard bfloat16", 64, work)
     return 64 * work / worst, 64 * work / best
 
@@ -81,7 +82,7 @@ def qwen25_3b_memory() -> Interval:
 def gram_over_standard(rows: int, cols: int) -> Interval:
     hardware, times = Hardware.load("a100"), []
     for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
-        work = sum(flops(method, rows, cols, KELLER, dtype))
+        work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
     return times[0][0] / times[1][0], times[0][2] / times[1][2]  # the same share of the peak for both
@@ -90,7 +91,7 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
 def extra_flops() -> Interval:
     """FLOPs of Muon over 6 N B for a square matrix of side d, in units of d / B."""
     d = 4096
-    found = sum(flops("standard", d, d, KELLER, torch.bfloat16)) / (6 * d * d) / d
+    found = flops("standard", d, d, KELLER, torch.bfloat16, _GPU) / (6 * d * d) / d
     return found, found
 
 

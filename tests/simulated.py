@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.options import Settings
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import Program
@@ -33,7 +31,7 @@ from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
+_AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
 # pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)  # replicas share the work: nothing else gains enough
@@ -199,14 +197,13 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 def planned(
     layouts: Sequence[ParamLayout],
     groups: Sequence[Mapping[str, Any]],  # of each parameter
-    chooser: Chooser = _AUTO,
+    config: MuonConfig = _AUTO,
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
     wide: Collection[int] = (),  # numbers of parameters whose wires are fp64, as if they were
 ) -> Plan:
     """The plan of parameters with these layouts."""
-    how = replace(chooser, device=device)
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]
@@ -214,7 +211,7 @@ def planned(
         def kept_of(stage: Stage) -> ParamLayout:
             return kept_layout(layout, [stage.num_kept(*size) for size in sizes])
 
-        return make_spec(f"p{number}", layout, Settings.of(group), CPU, how, number in wide, kept_of)
+        return make_spec(f"p{number}", layout, Settings.of(group), config, CPU, device, number in wide, kept_of)
 
     pairs = zip(layouts, groups, strict=True)
     return make_plan([spec_of(number, *pair) for number, pair in enumerate(pairs)], policy)
@@ -301,7 +298,7 @@ class SimulatedRanks:
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
                 Bound(self.plan, program, self._shapes(rank), ns_device=self._device).run(
-                    self._work[rank], None, partial(exchange.start, rank)
+                    self._work[rank], partial(exchange.start, rank)
                 )
                 for rank, program in programs.items()
             ]

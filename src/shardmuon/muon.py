@@ -52,9 +52,8 @@ from shardmuon.options import (
     unknown_keyword,
 )
 from shardmuon.orthogonalize import FiniteWatch, MethodName
-from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
-from shardmuon.routing.groups import Overrides, RoutingRow, routed
+from shardmuon.routing.groups import Overrides, ParamGroups, RoutingRow
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
 from shardmuon.step.stages import ZeroWatch, scale_weights
@@ -495,7 +494,7 @@ class Muon(Core, Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: str | Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.7750, 2.0315),
         *,
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
@@ -543,7 +542,7 @@ class Muon(Core, Optimizer):
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, "overrides": overrides}
-        params = routed(params, defaults, routing)
+        params = ParamGroups.routed(params, defaults, routing)
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 

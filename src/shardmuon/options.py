@@ -25,8 +25,8 @@ from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
-from shardmuon.orthogonalize import MethodName, check_gram_dtype
-from shardmuon.orthogonalize.schedules import Triples, per_step
+from shardmuon.orthogonalize import MethodName, products_dtype
+from shardmuon.orthogonalize.schedules import Triples, schedule
 from shardmuon.texts import did_you_mean
 from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
@@ -136,8 +136,7 @@ class MuonConfig:
 
     def __post_init__(self) -> None:
         _check_values("", asdict(self))
-        if self.method == "gram" and self.ns_dtype is not None:
-            check_gram_dtype(self.ns_dtype)
+        products_dtype(self.method, self.ns_dtype, torch.device("cpu"))  # checks that they go together
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
@@ -299,7 +298,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     except ValueError as wrong:
         raise ValueError(f"{where}{wrong}") from None
     try:
-        per_step(group["ns_coefficients"], group["ns_steps"])
+        schedule(group["ns_coefficients"], group["ns_steps"])
     except (TypeError, ValueError) as wrong:
         raise ValueError(
             f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "
@@ -347,7 +346,7 @@ class Settings:
     def of(cls, group: Group) -> Settings:
         """Make the settings from a group's current options."""
         view, stages = {key: group[key] for key in VIEW_DEFAULTS}, stages_of(group)
-        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+        coefficients = schedule(group["ns_coefficients"], group["ns_steps"]).triples
         batch = f"{coefficients} {''.join(map(repr, stages))}".replace(" ", "")
         return cls(
             lr=float(group["lr"]),

@@ -33,7 +33,7 @@ from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import creates_state_only
-from shardmuon_qkclip.layers import Attention, Holder, attention_layers
+from shardmuon_qkclip.layers import Attention, Holder
 from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
 
@@ -94,7 +94,7 @@ class QKClip:
         every: Interval in steps. Logits are measured and weights are scaled in the first step, and then once per
             interval. Other steps cost nothing.
         layers: Layers to measure and scale. The name of each layer must be the name of its module. Default: all layers
-            that `attention_layers` finds.
+            that `Attention.all_in` finds.
         logits: Optional function that replaces the hooks, for compiled models and for kernels that return the largest
             logits (TransformerEngine's max_logit). It returns a mapping from layer names to (num_heads,) tensors: the
             largest logit of each head since the function's last call, after the softmax scale. Heads with -inf, and
@@ -141,7 +141,7 @@ class QKClip:
                 "steps the weights, of Megatron's chain optimizer.chained_optimizers[0].optimizer"
             )
         holders = Holder.all_in(model)
-        self.layers = tuple(attention_layers(model) if layers is None else layers)
+        self.layers = tuple(Attention.all_in(model) if layers is None else layers)
         if every < 1 or not self.layers:
             raise ValueError(
                 f"no attention was found in {type(model).__name__} (its modules hold none of the weights that "

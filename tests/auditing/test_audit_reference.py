@@ -97,7 +97,7 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
     # A weight is rounded when it is decayed and when the update comes off, on each way; and so is what comes off.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
-    arithmetic = Arithmetic(s, Choice("standard"), *[torch.float64] * 6)
+    arithmetic = Arithmetic(s, Choice("standard", torch.float64), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
 
 

@@ -199,8 +199,8 @@ def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> 
     [
         ("gram float32", "peak", "peak float32"),
         ("standard bfloat16", "peak", "peak bfloat16"),
-        ("gram", "peak", "peak float16"),  # where the text is silent, as the backend takes it
-        ("torch", "peak", "peak bfloat16"),
+        ("gram float16", "peak", "peak float16"),
+        ("torch bfloat16", "peak", "peak bfloat16"),
         ("standard bfloat16", "efficiency", "efficiency of any"),
     ],
 )

@@ -86,7 +86,7 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     ]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]
     places = [
-        Offer(one.param_groups, one.options.read(one.param_groups), one.config, one.keeper).chooser.device
+        Offer(one.param_groups, one.options.read(one.param_groups), one.config, one.keeper).ns_device
         for one in optimizers
     ]
     assert places == [torch.device("meta"), None]

@@ -165,7 +165,7 @@ HEADS: dict[str, Case] = {
     ),
     "a bare head is no linear layer, and is asked about": Case(
         lambda: but(nn.ModuleDict({"e": nn.Embedding(100, 16), "n": nn.RMSNorm(16)}), unembed=table(100, 16)),
-        says=(r"unembed \(100x16\) .*no rule knows",),
+        says=(r"unembed \(100x16\) .*no rule recognizes",),
         muon=["unembed"],
     ),
     "a model that names its head": Case(
@@ -286,7 +286,7 @@ SAID: dict[str, Case] = {
     ),
     "a linear of somebody else's is asked about": Case(
         beside(typed("Linear", "somewhere.else", weight=table(6, 4))),
-        says=("weight .* is a parameter of Linear, of which no rule knows what it is",),
+        says=("weight .* is a parameter of Linear, which no rule recognizes",),
     ),
     "no matrix": Case(lambda: nn.LayerNorm(4), {"weight": _ADAMW}, ("no parameter goes to Muon",)),
     "an override makes a scalar head a matrix": Case(
@@ -456,7 +456,7 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 
 _WRAP = "Build the groups before wrapping"
-_NAMED = "matches none of the model's 17 parameter names.*Close: .*"
+_NAMED = r"matches none of the model's 17 parameter names \(did you mean "
 # what is routed, overrides, the error, and what it says
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
@@ -466,7 +466,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
         r"conv\.weight is shared by modules that read it differently.*overrides=\{",
     ),
     (Llama, [(never, "adamw")], ValueError, "override never matches none"),
-    (*over("*.w_q.weight", "adamw"), ValueError, _NAMED + r"layers\.0\.wq\.weight"),
+    (*over("*.w_q.weight", "adamw"), ValueError, _NAMED + r"layers\.[01]\.wq\.weight"),
     (*over("haed.weight", "adamw"), ValueError, _NAMED + r"head\.weight"),
     (*over("embed", "adamw"), ValueError, _NAMED + r"embed\.weight"),
     (Llama, ["*.wq.weight"], TypeError, "must be pairs"),
@@ -680,15 +680,15 @@ def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
 
 def test_wrappers_change_neither_names_nor_table() -> None:
     model, compiled = Llama(), functools.partial(torch.compile, backend="eager")
-    tables = [str(param_groups(wrap(model), lr=1e-3)) for wrap in (but, nn.DataParallel, compiled)]
+    tables = [param_groups(wrap(model), lr=1e-3).rows for wrap in (but, nn.DataParallel, compiled)]
     for at, block in enumerate(model.layers):
         model.layers[at] = compiled(checkpoint_wrapper(block))
-    assert {*tables} == {str(param_groups(model, lr=1e-3))}
+    assert {*tables} == {param_groups(model, lr=1e-3).rows}
 
 
-def _table_of(how: str) -> tuple[str, str]:
+def _table_of(how: str) -> tuple[Any, Any]:
     model: Any = hooked("decoder") if "says" in how else known_types() if "known" in how else Llama()
-    before = str(param_groups(model, lr=1e-3))
+    before = param_groups(model, lr=1e-3).rows
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     if how == "ddp":
         model = DistributedDataParallel(model)
@@ -700,7 +700,7 @@ def _table_of(how: str) -> tuple[str, str]:
     if how in ("fsdp2", "fsdp2, known types", "tp"):
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh["dp" if how == "tp" else "tp"])
-    return before, str(param_groups(model, lr=1e-3))
+    return before, param_groups(model, lr=1e-3).rows
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2, known types", "tp", "fsdp1", "fsdp1, the model says its head"])

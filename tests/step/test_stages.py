@@ -29,7 +29,8 @@ from simulated import (
 
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.orthogonalize.choice import Choice, Chooser
+from shardmuon.options import MuonConfig
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import KeptLoad
@@ -135,7 +136,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     weights[0][1], weights[2][:] = 0, 0
     group = group_of(**given("hyperball"))
     layouts = [sharded(view, [(1, 2), (4, 5)], 1) for view in views]
-    ranks = SimulatedRanks(planned(layouts, [group] * 3, Chooser("standard", torch.float32)), weights)
+    ranks = SimulatedRanks(planned(layouts, [group] * 3, MuonConfig("standard", torch.float32)), weights)
     ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
@@ -151,7 +152,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
 def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> None:
     view = matrix_view((8, 5))
     group = group_of(**given("hyperball"))
-    plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], Chooser("standard", torch.float32))
+    plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], MuonConfig("standard", torch.float32))
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
@@ -163,7 +164,7 @@ def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
     """Small sets first. Parameters of another kind of device have their own; those without a stage on weights, none."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
-    plan = planned(layouts, [group] * 6, Chooser("auto", None))
+    plan = planned(layouts, [group] * 6)
     specs = [spec._replace(kind="cuda" if i == 4 else "cpu") for i, spec in enumerate(plan.specs)]
     stages = {i: stages_of(group) for i in (5, 4, 3, 2, 1, 0)}
     stages[2] = stages_of({"variant": "normuon"})

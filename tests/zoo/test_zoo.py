@@ -178,7 +178,7 @@ def test_a_config_file_gives_the_table(name: str, tmp_path: Path, capsys: pytest
     model: Any = built(name)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}))
-    assert main(["route", str(file), "--each"]) == 0
+    assert main(["route", str(file)]) == 0
     assert capsys.readouterr().out.strip() == str(routed(model)[0])
     assert main(["route", str(tmp_path)]) == 0
     assert "(2)" in capsys.readouterr().out

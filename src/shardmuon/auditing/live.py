@@ -44,7 +44,6 @@ from shardmuon.layout.pieces import Box, Held, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Settings
-from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, Offer, fingerprint
@@ -284,7 +283,7 @@ class StepAudit:
         return Arithmetic(
             settings=Settings.of(one.group),
             choice=choice,
-            products=choice.dtype or default_dtype(choice.method, device or param.device),
+            products=choice.dtype,
             wire={2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[spec.itemsizes[item.matrix]],
             weights=param.dtype,
             gradient=param.dtype if gradient is None else gradient.dtype,

@@ -119,7 +119,6 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
         "(llama3-8b, deepseek-v3, ..), or the config.json of a Hugging Face model or the folder that holds it (needs "
         "transformers; nothing is downloaded)",
     )
-    parser.add_argument("--each", action="store_true", help="a line for each parameter, also where layers are alike")
     parser.add_argument(
         "--meta", action="store_true", help="build it on the meta device (presets and config.json always are)"
     )
@@ -132,7 +131,7 @@ def _route(args: argparse.Namespace) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = param_groups(model, lr=1.0)  # any lr works, because the table does not depend on lr
-    print(groups if args.each else groups.summary())
+    print(groups)
     for warning in caught:
         print(f"\nwarning: {warning.message}")
     return 0

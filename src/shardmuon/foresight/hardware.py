@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardmuon.orthogonalize import batch_size, default_dtype
+from shardmuon.orthogonalize import batch_size
 from shardmuon.orthogonalize.choice import Choice
 
 # Bytes that each pass over memory reads and writes per fp32 element. Buffers that are sent or received are not counted,
@@ -222,10 +222,10 @@ class Hardware:
         Returns:
             The table's name; "efficiency of any" if no table matches.
         """
-        exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
+        exact = (how, dtype, "any")
         others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
         names = (*(f"efficiency of {key}" for key in exact), *others)
-        return next((name for name in names if name in self.numbers), names[3])
+        return next((name for name in names if name in self.numbers), names[2])
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds
@@ -268,7 +268,7 @@ class Rates:
         if not flops or not count:
             return np.zeros(3)
         choice, short, device = Choice.of(how), min(rows, cols), torch.device(self.hardware.device)
-        dtype = str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
+        dtype = str(choice.dtype).removeprefix("torch.")
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
         name = self.hardware.efficiency(how, dtype)
         table = self.hardware[name]

@@ -34,7 +34,6 @@ from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
 from shardmuon.options import MuonConfig, OptionsReader, Settings
-from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.price.machines import MACHINES, Machine
@@ -661,7 +660,6 @@ class _Planned:
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._chooser = Chooser(self.config.method, self.config.ns_dtype)
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
 
     def spec_of(self, placed: _Placed) -> Spec:
@@ -680,7 +678,7 @@ class _Planned:
 
             device = torch.device(self._device)
             doubles = self._weights == torch.float64
-            self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, doubles, kept_of)
+            self._specs[key] = make_spec(param.name, layout, settings, self.config, device, None, doubles, kept_of)
         return self._specs[key]._replace(name=param.name)
 
     def shares(self, unit: _Unit, plan: Plan) -> Iterable[_RankClass]:

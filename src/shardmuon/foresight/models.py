@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.roles import find_places, is_table
+from shardmuon.routing.roles import Placed
 from shardmuon.texts import did_you_mean
 
 # ---------------------------------------------------------------------------------------------- which model is meant
@@ -74,7 +74,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 def _active_of(module: nn.Module) -> int:
     """Count the parameter elements that each token uses, see [Note: active parameters]. Returns 0 for a model with
     experts, because the number of experts per token is unknown."""
-    held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
+    held = [(p, places) for p, places in Placed.all_in(module) if not all(place.is_table for place in places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
     # A 3-D parameter is a stack of experts.
     has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)

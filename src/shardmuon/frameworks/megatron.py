@@ -55,8 +55,8 @@ from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.options import MuonConfig, loaded_over
-from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
-from shardmuon.routing.roles import find_places
+from shardmuon.routing.groups import Overrides, Rule, param_groups
+from shardmuon.routing.roles import Placed
 from shardmuon.step.kept import carry, carry_by_position, check_carried, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -101,12 +101,12 @@ def get_megatron_optimizer(
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
     with fault:  # record errors of this rank, because `_aligned` raises them on all ranks
-        given = parse_overrides(overrides)
+        given = Rule.parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
             here = _matching(chunk, given)
             matched.update(here)
-            rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk))]
+            rules = [*(given[i] for i in here), *Rule.parse(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
     with made_public():
         merged = _aligned(listed, fault, given, matched)
@@ -246,7 +246,7 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
     """Return the indices of the overrides that match a parameter of the given model chunk. An override that matches no
     parameter here can match one on another pipeline stage."""
-    found = find_places(chunk)
+    found = Placed.all_in(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
@@ -261,7 +261,7 @@ def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[
     place = {"tp_group": () if tp_group is None else tp_group}
     made = [
         rule._replace(pattern=partial(fits, rule=rule), options={**rule.options, **place})
-        for rule in (*rules, *parse_overrides({"*": {}}))
+        for rule in (*rules, *Rule.parse({"*": {}}))
     ]
     return [made[i] for i in _matching(chunk, made)]
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardmuon import texts
 from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
@@ -42,7 +43,7 @@ from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import GradientState, Group, names_of
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.options import SETS, refuse_sets
+from shardmuon.options import PLACE_OPTIONS, SETS, refuse_sets
 from shardmuon.step.validate import gradient_storage
 
 
@@ -156,8 +157,8 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        place = {key: group.get(key) for key in ("process_group", "tp_group")}
-        options = {**place, "use_muon": False}  # False, because clipping does not need matrices
+        # `use_muon` is False, because clipping does not need matrices
+        options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
@@ -201,15 +202,15 @@ class _BoundGradients(Agreed):
         self.key = _key_of(params)
         self.engines = [engine for *_, engine, _ in self.key]
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
-        counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
-        self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
+        self.counted = {number for number, layout in enumerate(table.layouts) if _counts(layout)}
         self.compared = [not claim.empty_lacks_gradient for claim in table.claims]
-        self.lines, self.loose = list[str](), dict[tuple[Ranks, Ints], list[int]]()
+        self.lines = [f"{one.identity} {layout.view.shape}" for one, layout in zip(params, table.layouts, strict=True)]
+        self.loose: dict[tuple[Ranks, Ints], list[int]] = {}
         for number, (one, claim, layout) in enumerate(zip(params, table.claims, table.layouts, strict=True)):
-            self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
-            if not _is_own(one.group):
+            given = GroupRef.of(one.group.get("process_group"))
+            if given is None or given.ranks:  # without `process_group=()`, other ranks can have replicas
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
@@ -219,13 +220,6 @@ class _BoundGradients(Agreed):
                 )
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
-
-
-def _is_own(group: Group) -> bool:
-    """Return True if a parameter group has the option `process_group=()`. This option declares that the group's plain
-    tensors exist on this rank only, as experts do."""
-    found = GroupRef.of(group.get("process_group"))
-    return found is not None and not found.ranks
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
@@ -379,11 +373,11 @@ class _Clipping(TableCall[_BoundGradients]):
         loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]
         for ranks in sorted(bound.replicas):
             if any(plain[rank] != plain[ranks[0]] for rank in ranks):
-                named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
                 raise Refused(
-                    f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
-                    "average the gradients first; if each rank has its own (experts), write process_group=() in "
-                    "their group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
+                    f"the gradients of plain tensors ({texts.listed(loose) or 'none here'}) differ between ranks "
+                    f"{ranks}. If they are replicas, average the gradients first; if each rank has its own (experts), "
+                    "write process_group=() in their group, or pass clip_grad_norm_(..., process_group=) a group that "
+                    "contains all of these ranks"
                 )
         replicas = {code: norm for _, parts in everyone.values() for code, norm, _ in parts}
         return _combine([*(own for own, _ in everyone.values()), *replicas.values()], self.norm_type)

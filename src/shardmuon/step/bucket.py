@@ -18,7 +18,7 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
 from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
+from shardmuon.orthogonalize import FiniteWatch, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
 from shardmuon.plan.program import Copy, KeptLoad, Program, Wire
@@ -256,12 +256,11 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
         unit, overwrite = False, True
         if settings.stages:
-            products = choice.dtype or default_dtype(choice.method, x.device)
-            fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else products)
+            fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
             # Stages after the orthogonalization need a dtype that does not depend on the size of the batch, since
             # batches differ between layouts. A result that overwrites its input has the input's dtype; otherwise, the
             # result of a batch of one matrix, at least, has the dtype of the matrix products.
-            overwrite = fed.dtype == products or not any(isinstance(stage, AfterStage) for stage in settings.stages)
+            overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
         out = orthogonalize(
             fed,
             settings.coefficients,
