@@ -613,7 +613,8 @@ def orthogonalize(
     with exact_products(device, flags=method != "torch"):
         if method == "torch":
             return torch.stack([_torch_muon(matrix, coefficients) for matrix in x])
-        dtype = products_dtype(method, dtype, device)
+        if dtype is None or (method == "gram" and dtype not in _MOST_SLOPE):  # the latter is an error
+            dtype = products_dtype(method, dtype, device)
         size = batch_size(rows, cols, device)
         shape = (rows, cols) if size == 1 else (size, rows, cols)
         products = Products(shape, device, dtype)
