@@ -1,5 +1,5 @@
 """Choice of the orthogonalizer by rule, the same on every rank, said in the plan; and how results come about: flags,
-wires, long schedules."""
+wires, results that are not finite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from spectra import normal, spectrum
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardmuon import Muon, schedule
-from shardmuon.orthogonalize import flops, orthogonalize
+from shardmuon.orthogonalize import ITERATIONS, FiniteWatch, flops, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.step import binding as binding_module
@@ -156,6 +156,27 @@ def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str,
 
 
 # ------------------------------------------------------------------------------------------------ never a bad number
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that came in so is not made to look sound, and nothing is said of it."""
+    x, watch, real = normal(4, 8, 40), FiniteWatch(), ITERATIONS["gram"]
+    x[3, 0, 0] = bad
+    sound = orthogonalize(x, KELLER, method="gram")
+
+    def spoiled(y: Tensor, *given: Any) -> Tensor:
+        out = real(y, *given)
+        out[1, 2, 3] = bad
+        return out
+
+    monkeypatch.setitem(ITERATIONS, "gram", spoiled)
+    found = orthogonalize(x, KELLER, method="gram", watch=watch)
+    assert torch.equal(found[[0, 2]], sound[[0, 2]])
+    assert not found[1].any() and not found[3].isfinite().any()
+    watch.send()
+    with pytest.warns(UserWarning, match="'gram' on 8x40 gave a non-finite result for 1 of 4 finite matrices in an"):
+        watch.report()
 
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])

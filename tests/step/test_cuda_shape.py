@@ -29,7 +29,7 @@ from shardmuon import ExchangeError, Muon, audit
 from shardmuon._torch import foreach, local_if_any
 from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import Exact
-from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.plan.plan import Plan
 from shardmuon.testing import RankPool
 from shardmuon.variants import KEPT_KEYS
@@ -146,6 +146,34 @@ def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same() -> Non
             assert not mode.waits
     texts = [str(w.message) for w in said if "zero before the first step" in str(w.message)]
     assert [text.startswith("0: zero") for text in texts] == [True]
+
+
+def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sound = ITERATIONS["gram"]
+
+    def spoiled(y: Tensor, *given: Any) -> Tensor:
+        out = sound(y, *given)
+        out[1, 2].fill_(float("inf"))
+        return out
+
+    monkeypatch.setitem(ITERATIONS, "gram", spoiled)
+    with CudaShape() as mode, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        job = Job([{"params": [Spec(f"w{i}", (8, 24), _there) for i in range(3)]}], lr=0.05, method="gram")
+        decayed = [_values(p) * (1 - 0.05 * 0.1) for p in job.specs]
+        job.step(1)
+        after = [_values(p) for p in job.specs]
+        assert not told
+        mode.clear()
+        job.step()
+        assert not mode.waits
+    assert [torch.equal(a, b) for a, b in zip(after, decayed, strict=True)] == [False, True, False]
+    assert [str(w.message) for w in told] == [
+        "method='gram' on 8x24 gave a non-finite result for 1 of 3 finite matrices in an earlier step; they took no "
+        "update in it"
+    ]
 
 
 # --------------------------------------------------------------------------------------------- real ranks as NCCL's
@@ -383,9 +411,16 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
         "NCCL takes contiguous",
     ),
     "the host looks at what is finite": (
-        "shardmuon.step.bucket.orthogonalize",
-        lambda x, *given, **named: orthogonalize(x, *given, **named) if x.isfinite().all() else x,
-        {},
+        "shardmuon.orthogonalize.FiniteWatch.keep_finite",
+        lambda self, out, x, text: out if out.isfinite().all() else x,
+        {"method": "gram"},
+        1,
+        "waits",
+    ),
+    "the host waits for what was finite": (
+        "shardmuon._torch.Coming.send",
+        lambda self, about, value: self.append((about, value.cpu(), value.device, None)),
+        {"method": "gram"},
         1,
         "waits",
     ),

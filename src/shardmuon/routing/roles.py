@@ -140,8 +140,8 @@ class Placed(NamedTuple):
         if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
             return shape, (
                 f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
-                "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group (of DeepSpeed's AutoTP: "
-                "deepspeed.utils.groups.get_tensor_model_parallel_group())"
+                "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group (of DeepSpeed's "
+                "AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group())"
             )
         return shape, ""
 
