@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
 from shardmuon.auditing.report import AuditError, AuditSchedule
-from shardmuon.checkpoint.state import drop_others, init_missing, read_state
+from shardmuon.checkpoint.state import init_missing, read_state
 from shardmuon.comm.groups import (
     GroupRef,
     Ranks,
@@ -285,14 +285,12 @@ class Core:
     @torch.no_grad()
     def complete_state(self) -> None:
         """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient: see
-        [Note: state that is not there] in checkpoint/state.py. Frozen parameters get no new state. State that a frozen
-        parameter already has is removed if it does not match the options of the parameter's group."""
+        [Note: state that is not there] in checkpoint/state.py. Frozen parameters without state get none. State of a
+        frozen parameter that does not match the options of the parameter's group is replaced."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.requires_grad:
+                if p.requires_grad or self.state.get(p):
                     init_missing(p, group, self.state[p], self.keeper)
-                elif self.state.get(p):
-                    drop_others(group, self.state[p])
 
 
 class StepCall(TableCall[Binding]):
@@ -721,7 +719,7 @@ class Muon(Core, Optimizer):
         host = self.hosts.active
         if host is not None:  # such state dicts have the host's flat parameters
             with made_public():
-                host.load(self, lambda: host.take_over(self, state_dict))
+                host.load(self, state_dict)
             return
         self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
 

@@ -36,7 +36,6 @@ from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, Matri
 from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank, start
 from shardmuon.comm.vote import Fault, gather
 from shardmuon.errors import HALF_DONE, Refused, naming, ranks_text
-from shardmuon.host import Stepped
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import NONE, named_params
@@ -91,7 +90,7 @@ class StepAudit:
     """
 
     def __init__(
-        self, optimizer: Stepped, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
+        self, optimizer: Any, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
         self.samples, self._rank = samples, my_rank()

@@ -30,7 +30,7 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of, named_params
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
+from shardmuon.options import ELSEWHERE, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED, KEPT_DTYPE, start_kept, state_shapes, with_carried
 from shardmuon.step.validate import state_storage
@@ -49,7 +49,8 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing entries of a parameter's initial state, which consists of zeros. Changes `state` in place."""
+    """Add the missing entries of a parameter's initial state, which consists of zeros, and remove AdamW's state of a
+    parameter that Muon now updates, and vice versa. Changes `state` in place."""
     if not group["use_muon"]:
         init_state(param, param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -59,13 +60,6 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
             shapes = state_shapes(stages_of(group), view)
             state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
-
-
-def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop AdamW's state of a parameter that Muon now updates, and vice versa. Such state is left over if `use_muon` of
-    the parameter's group changed while the parameter was frozen. Clears `state` in place."""
-    if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
-        state.clear()
 
 
 def read_state(
@@ -162,9 +156,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if "param_names" in mine:  # saved names can contain prefixes of wrappers such as torch.compile
-        kept.add("param_names")
+    kept = {"params", CARRIED}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})

@@ -54,8 +54,8 @@ from torch.torch_version import TorchVersion
 from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Fault, current_world, run_together
 from shardmuon.errors import REMEDY, Refused
-from shardmuon.host import Host, Stepped, Weight, caller
-from shardmuon.layout.engines.base import Claim, Engine, Group
+from shardmuon.host import Host, Weight, caller
+from shardmuon.layout.engines.base import Claim, Engine, Group, register
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER, Keeper
@@ -84,7 +84,7 @@ class _Flat(Core):
     """
 
     def __init__(
-        self, core: Stepped, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
+        self, core: Any, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
     ) -> None:
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
@@ -131,7 +131,7 @@ class _Flat(Core):
                 state |= {key: v.to(self.flat.device, copy=True) for key, v in carried.pop(name, {}).items()}
 
 
-class DeepSpeedHost(Host):
+class _DeepSpeedHost(Host):
     """Integration with DeepSpeed's engine. It becomes active when DeepSpeed replaces the parameters in the optimizer's
     groups by its flat partitions.
 
@@ -163,14 +163,15 @@ class DeepSpeedHost(Host):
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
-    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        super().take_over(core, state_dict)
+    def _take_over(self, core: Any, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict as torch does, and forget what was derived from the old groups and state."""
+        super().load(core, state_dict)
         self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
         self._options = [_options(group) for group in core.param_groups]
         self._unchecked, self._num_stepped = True, 0
         self._carried, self._flats = {}, {}
 
-    def restore_groups(self, core: Stepped) -> None:
+    def restore_groups(self, core: Any) -> None:
         """Restore the groups to the state that they have between steps. DeepSpeed itself restores them only after a
         successful step."""
         core.param_groups = [group for group, _ in self.groups]
@@ -178,7 +179,7 @@ class DeepSpeedHost(Host):
             for group in core.param_groups:
                 group["params"] = []
 
-    def _restore_options(self, core: Stepped) -> None:
+    def _restore_options(self, core: Any) -> None:
         """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and move the variant's state
         (such as NorMuon's), which was saved in the groups, to this object.
 
@@ -199,29 +200,29 @@ class DeepSpeedHost(Host):
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
-    def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load`, which loads a state dict.
+    def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict.
 
-        If DeepSpeed's `load_checkpoint` is the caller, all ranks run `load` together, and an error on one rank is
-        raised on all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
+        If DeepSpeed's `load_checkpoint` is the caller, all ranks load together, and an error on one rank is raised on
+        all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
         afterwards. With any other caller, and with `pipeline_loading_checkpoint`, which makes ranks load one after
         another, an error is raised only on the rank where it occurs.
         """
         frame = caller("load_checkpoint", "deepspeed")
         alone = frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint
         try:
-            run_together(load, (my_rank(),) if alone else None)
+            run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
             if not alone:  # other ranks can have new state, and all have new weights
                 core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
             raise
 
-    def saving(self, core: Stepped) -> None:
+    def saving(self, core: Any) -> None:
         if self.is_active:
             self._restore_options(core)
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Put the variant's state, such as NorMuon's second moments, into the saved groups. DeepSpeed cannot save it as
         state, because state tensors must be as long as a flat."""
         if self.is_active:
@@ -243,11 +244,11 @@ class DeepSpeedHost(Host):
         cut = any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
         return cls.clipping if cut else None
 
-    def plans(self, core: Stepped) -> tuple[Plan, ...]:
+    def plans(self, core: Any) -> tuple[Plan, ...]:
         """Return the plans of all flats that have been stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
-    def weights(self, core: Stepped) -> list[Weight]:
+    def weights(self, core: Any) -> list[Weight]:
         """List this rank's parts of parameters in all flats, including AdamW's flats."""
         if not self._flats:
             self._attach(core)
@@ -259,18 +260,18 @@ class DeepSpeedHost(Host):
             found += [Weight(name, part.param, shard, group, now) for name, part, shard in known.parts]
         return found
 
-    def has_stepped_all(self, core: Stepped) -> bool:
+    def has_stepped_all(self, core: Any) -> bool:
         return self._num_stepped >= len(self._flats)
 
     # ------------------------------------------------------------------------------------------------------- a step
 
-    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. With
         this stage, DeepSpeed first calls `step` from a function that only creates state, so the caller identifies
         it."""
         return _refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
 
-    def step(self, core: Stepped, fault: Fault) -> None:
+    def step(self, core: Any, fault: Fault) -> None:
         """Take one of the calls of `step()` in a training step, for the groups that DeepSpeed put into
         `core.param_groups`."""
         try:
@@ -291,7 +292,7 @@ class DeepSpeedHost(Host):
             self._num_stepped = 0
             raise
 
-    def _begin(self, core: Stepped, fault: Fault) -> None:
+    def _begin(self, core: Any, fault: Fault) -> None:
         """Check all flats of this rank before the first update of a training step, and raise the first error. Weights
         are not changed."""
         if fault.cause is not None:
@@ -320,7 +321,7 @@ class DeepSpeedHost(Host):
                 "replaced it. Make the optimizer from the groups as they are and initialize again"
             )
 
-    def _attach(self, core: Stepped) -> None:
+    def _attach(self, core: Any) -> None:
         """Make a `_Flat` for every flat partition, after checking DeepSpeed's version and options."""
         _check_version()
         _refuse_options(core.keeper, self.groups)
@@ -350,7 +351,7 @@ class DeepSpeedHost(Host):
                 f"{tuple(flat.shape)}: load a checkpoint of this number of ranks and these groups, or a universal one"
             )
 
-    def _step_flats(self, core: Stepped) -> None:
+    def _step_flats(self, core: Any) -> None:
         """Step the flats that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat, the error
         reaches the other ranks in the vote of the flat's core."""
         for group in core.param_groups:
@@ -367,6 +368,9 @@ class DeepSpeedHost(Host):
                     known.take_step(fault)
                     core.state[flat]["step"] += 1
                 self._num_stepped += 1
+
+
+_DeepSpeedHost.register()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -578,7 +582,7 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 
-class DeepSpeedEngine(Engine):
+class _DeepSpeedEngine(Engine):
     """Engine that raises an error for model parameters that ZeRO 3 has partitioned. Only DeepSpeed's optimizer can step
     such parameters."""
 
@@ -593,3 +597,6 @@ class DeepSpeedEngine(Engine):
             "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
             "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
         )
+
+
+register(_DeepSpeedEngine())

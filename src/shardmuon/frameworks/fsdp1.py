@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.host import Host, Stepped
+from shardmuon.host import Host
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 from shardmuon.step.kept import carry_by_position
 
 
-class FSDP1Host(Host):
+class _FSDP1Host(Host):
     """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
 
     packages = ()
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Add zeros for missing kinds of state. All parameters of an FSDP1 unit then have the same kinds of state in
         the same dtype, see [Note: alike in a unit]."""
         state = saved["state"]

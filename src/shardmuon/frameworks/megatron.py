@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from shardmuon.comm.groups import GroupRef, group_ranks, num_ranks
 from shardmuon.comm.vote import Fault, gather, run_together
 from shardmuon.errors import about, made_public
-from shardmuon.host import Host, Stepped, Weight, caller
+from shardmuon.host import Host, Weight, caller
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.momentum.keeper import BUFFER
@@ -438,7 +438,7 @@ class _WholeHost(Host):
     def __init__(self, elsewhere: bool) -> None:
         self._elsewhere = elsewhere
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
         if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
             raise ValueError(
@@ -469,7 +469,7 @@ class _ShardHost(_Unfinished):
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
-    def __init__(self, core: Stepped, shards: Mapping[Tensor, Tensor]) -> None:
+    def __init__(self, core: Any, shards: Mapping[Tensor, Tensor]) -> None:
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
@@ -479,17 +479,13 @@ class _ShardHost(_Unfinished):
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-        # Loading a checkpoint overwrites these options or drops them: it contains the values of the rank that wrote it,
-        # or no values.
-        own = ("tp_group", "process_group", "param_names")
-        self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._restore(core)
 
-    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
+    def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict as torch does. In addition, load the variant's state per matrix, which is saved in the
         state dict's groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
-        super().take_over(core, state_dict)
+        super().load(core, state_dict)
         for weight in self.weights(core):  # remove old values, because Megatron loads into existing state
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
@@ -498,7 +494,7 @@ class _ShardHost(_Unfinished):
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
-    def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
+    def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
         """Check the groups of a state dict. Returns the variant's state per matrix, by parameter name, and the step
         count.
 
@@ -516,11 +512,9 @@ class _ShardHost(_Unfinished):
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         return kept, max(counts, default=self._count)
 
-    def _restore(self, core: Stepped) -> None:
-        """Restore this rank's own options and give each parameter a separate step counter, after Megatron has loaded
-        groups and state. In the loaded state, all parameters share one counter, or no parameter has a counter."""
-        for group, own in zip(core.param_groups, self._own_options, strict=True):
-            group.update(own)
+    def _restore(self, core: Any) -> None:
+        """Create missing state and give each parameter a separate step counter, after Megatron has loaded groups and
+        state. In the loaded state, all parameters share one counter, or no parameter has a counter."""
         take_carried(core.param_groups)
         core.complete_state()
         for group in core.param_groups:
@@ -528,12 +522,12 @@ class _ShardHost(_Unfinished):
             for param in group["params"]:
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Put the variant's state per matrix into the first saved group, by parameter name. Megatron's checkpoints
         cannot save it as state, because they save only Adam's kinds of state."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
-    def step(self, core: Stepped, fault: Fault) -> None:
+    def step(self, core: Any, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):
@@ -541,7 +535,7 @@ class _ShardHost(_Unfinished):
         for group in core.param_groups:
             group["step"] = self._count
 
-    def weights(self, core: Stepped) -> list[Weight]:
+    def weights(self, core: Any) -> list[Weight]:
         """List the shards of all matrices. AdamW's parameters are left out."""
         return [
             Weight(name, shard, shard, group)
