@@ -57,7 +57,6 @@ TRANSPORT = {
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),
     ("frameworks/megatron.py", "step"),
-    ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_quiet"),
     ("checkpoint/saving.py", "_take_over"),
     ("checkpoint/saving.py", "_describe_shards"),

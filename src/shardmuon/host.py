@@ -73,11 +73,9 @@ class Host:
         """Load a state dict while this host is active. The state dict must have been saved with the same sharding."""
         Optimizer.load_state_dict(core, dict(state_dict))
 
-    def saving(self, core: Any) -> None:
-        """Prepare the optimizer's state. Called before a state dict is made."""
-
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned."""
+        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned. The state dict
+        contains the optimizer's own state tensors, and copies of the groups."""
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Return a function to run instead of a step if the framework does not intend this call of `step` to update

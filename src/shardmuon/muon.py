@@ -694,8 +694,6 @@ class Muon(Core, Optimizer):
             raise ExchangeError(torn)
         if any(self.state.values()) and self.hosts.active is None:
             self.complete_state()
-        for host in self.hosts:
-            host.saving(self)
         saved: dict[str, Any] = super().state_dict()
         for host in self.hosts:
             host.saved(self, saved)

@@ -30,6 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -57,6 +58,16 @@ from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
+    job of one process. Such a job does not need torch.distributed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+@_quiet()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
 
@@ -78,10 +89,10 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         table = _describe_shards(model, optimizer)
         saved = run_together(lambda: _as_global(weights, _counted(state, table), table))
     saved["optimizer"]["param_groups"] = groups
-    with _quiet():
-        dcp.save(saved, checkpoint_id=path)
+    dcp.save(saved, checkpoint_id=path)
 
 
+@_quiet()
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Load a checkpoint that `save` wrote. The sharding and the number of ranks can differ from those of the job that
     saved the checkpoint. Collective over all ranks.
@@ -109,32 +120,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     with made_public():
         table = _describe_shards(model, optimizer)
         reader, planner = run_together(lambda: (_Reader(path), _Planner()))
-    _read(saved, reader, planner)
+    dcp.load(saved, storage_reader=reader, planner=planner)
     with made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
         room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
-    _read(targets, reader, planner)
+    dcp.load(targets, storage_reader=reader, planner=planner)
     with made_public():
         found = {"state": room, "param_groups": groups}
         state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
         _take_over(weights, state, merged, model, optimizer)
-
-
-def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Read a checkpoint into the tensors of `targets`, with torch.distributed.checkpoint. Collective over all ranks."""
-    with _quiet():
-        dcp.load(targets, storage_reader=reader, planner=planner)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
-    job of one process. Such a job does not need torch.distributed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
@@ -395,27 +391,32 @@ def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
 # ----------------------------------------------------------------------------------------------------- reading files
 
 
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
+# (module, name) of everything that the metadata of a checkpoint refers to
+_ALLOWED = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+        *(
+            (Metadata.__module__, name)
+            for name, value in vars(dcp_metadata).items()
+            if getattr(value, "__module__", "") == Metadata.__module__
+        ),
+    }
+)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module in ("torch", Metadata.__module__) and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
-                return found  # a dtype, or a class that is defined in DCP's metadata module
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
 
 
 class _Reader(FileSystemReader):

@@ -218,14 +218,13 @@ class _DeepSpeedHost(Host):
                 core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
             raise
 
-    def saving(self, core: Any) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
+        """Correct the options of the saved groups, and put the variant's state, such as NorMuon's second moments, into
+        them. DeepSpeed cannot save it as state, because state tensors must be as long as a flat."""
         if self.is_active:
             self._restore_options(core)
-
-    def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Put the variant's state, such as NorMuon's second moments, into the saved groups. DeepSpeed cannot save it as
-        state, because state tensors must be as long as a flat."""
-        if self.is_active:
+            pairs = zip(core.param_groups, saved["param_groups"], strict=True)
+            saved["param_groups"] = [{**_options(group), "params": packed["params"]} for group, packed in pairs]
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}

@@ -33,8 +33,8 @@ class _FSDP1Host(Host):
         units: dict[Any, list[tuple[int, Tensor]]] = {}
         for group, packed in zip(core.param_groups, saved["param_groups"], strict=True):
             for param, key in zip(group["params"], packed["params"], strict=True):
-                place = _sharded(param) if key in state else None
-                if place is not None:
+                place = UnitPlace.of(param) if key in state else None
+                if place is not None and place.is_sharded:
                     units.setdefault(place.unit, []).append((key, param))
         for members in units.values():
             kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
@@ -45,11 +45,8 @@ class _FSDP1Host(Host):
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
                 state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
-        # Save the variants' state per matrix in the groups: FSDP1 saves only state that is as long as the parameter.
-        carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
+        if units:  # FSDP1 saves only state that is as long as the parameter, so the groups carry the variants' state
+            carry_by_position(saved)
 
 
-def _sharded(param: Tensor) -> UnitPlace | None:
-    """Return the location of a parameter in its FSDP1 unit; None if FSDP1 does not shard the parameter."""
-    place = UnitPlace.of(param)
-    return place if place is not None and place.is_sharded else None
+_FSDP1Host.register()

@@ -305,8 +305,8 @@ def _routed(
             "default_config": lr == config.lr,
         }
         for expert in (False, True):
-            named = dict(zip(group["param_names"], group["params"], strict=True))
-            named = {name: p for name, p in named.items() if _is_expert(p) == expert}
+            pairs = zip(group["param_names"], group["params"], strict=True)
+            named = {name: p for name, p in pairs if _is_expert(p) == expert}
             if named:
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
@@ -446,7 +446,7 @@ class _WholeHost(Host):
                 "0 alone, and with pipeline or expert parallelism other ranks have parameters of their own. Save "
                 "optimizer.state_dict() on every model-parallel rank (--ckpt-format torch), or leave the variant out"
             )
-        carry_by_position(core.param_groups, saved)
+        carry_by_position(saved)
 
 
 class _Unfinished(Host):
@@ -630,10 +630,9 @@ def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) ->
     Raises:
         ValueError: The parameter's tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid.
     """
-    shards = GroupRef.of(tp_group, "tp_group")
-    cut = None if shards is None else TensorParallelEngine(shards).cut(param)
-    shape = list(param.shape)
-    if cut is not None and shards is not None:
-        shape[cut.dim] *= len(shards.ranks)
-    whose = "shards of Megatron's distributed optimizer"
-    return FlatShard(tuple(shape), start, GroupRef.of(process_group), whose, shards, cut)
+    shards, shape, cut = GroupRef.of(tp_group, "tp_group"), tuple(param.shape), None
+    if shards is not None:
+        engine = TensorParallelEngine(shards)
+        shape, cut = engine.shape(param), engine.cut(param)
+    kind = "shards of Megatron's distributed optimizer"
+    return FlatShard(shape, start, GroupRef.of(process_group), kind, shards, cut)

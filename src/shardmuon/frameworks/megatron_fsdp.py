@@ -222,7 +222,7 @@ class _MegatronFSDPHost(Host):
         """
         return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
-    def saving(self, core: Any) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
         these offsets instead of the placements. Only state tensors with the placements of their Megatron-FSDP parameter
         get offsets.
