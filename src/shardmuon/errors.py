@@ -105,11 +105,10 @@ def about(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 
 
-def fault_text(error: BaseException, where: str = "") -> str:
-    """Format an exception as a message to send to the other ranks. The message begins with `where`, a prefix that names
-    the parameter or group, unless the exception is a ValueError, because messages of ValueErrors already have such a
-    prefix."""
-    where = error.__dict__.get("_shardmuon_at", where)
+def fault_text(error: BaseException) -> str:
+    """Format an exception as a message to send to the other ranks. The message of an out-of-memory error begins with
+    the parameter's name, if `about` has recorded the name."""
+    where = error.__dict__.get("_shardmuon_at", "")
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text

@@ -48,12 +48,14 @@ class Host:
             groups.
         clipping: Error message, with a remedy, for users who clip gradients although this host cannot support that;
             None if gradients can be clipped.
+        marks: Names of attributes that mark parameters whose gradients the framework clips itself.
         packages: Names of the framework's packages. Optimizers ignore the host while none of these packages is
             imported. None: optimizers never ignore the host.
     """
 
     in_parts = False
     clipping: str | None = None
+    marks: tuple[str, ...] = ()
     packages: tuple[str, ...] | None = None
 
     @property
@@ -122,12 +124,6 @@ class Host:
         that were registered earlier."""
         _HOSTS.insert(0, cls)
 
-    @classmethod
-    def clips(cls, params: Iterable[Any]) -> str | None:
-        """Return an error message if this host's framework clips the gradients of these parameters itself, so that the
-        user must not clip them again; else None."""
-        return None
-
 
 _HOSTS: list[type[Host]] = []
 
@@ -149,8 +145,8 @@ class Hosts(list[Host]):
     def clipped(params: Iterable[Tensor]) -> str | None:
         """Return an error message if any framework clips the gradients of these parameters itself, so that the user
         must not clip them again; else None."""
-        listed = list(params)
-        return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
+        found = {name for param in params for name in vars(param)}
+        return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)
 
 
 def caller(name: str, *packages: str) -> FrameType | None:

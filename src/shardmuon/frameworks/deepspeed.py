@@ -141,6 +141,7 @@ class _DeepSpeedHost(Host):
 
     in_parts = True
     packages = ("deepspeed",)
+    marks = ("_z3_optimizer", "_hp_mapping")
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
@@ -236,12 +237,7 @@ class _DeepSpeedHost(Host):
     @property
     def is_active(self) -> bool:
         """True if DeepSpeed has replaced the parameters in the groups by its flat partitions."""
-        return self.clips(self._params) is not None
-
-    @classmethod
-    def clips(cls, params: Iterable[Any]) -> str | None:
-        cut = any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
-        return cls.clipping if cut else None
+        return any(hasattr(p, mark) for p in self._params for mark in self.marks)
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
         """Return the plans of all flats that have been stepped so far."""
