@@ -118,6 +118,17 @@ class Host:
         """Return all current plans; empty before the first plan is made."""
         return () if core.binding is None else (core.binding.plan,)
 
+    @staticmethod
+    def caller(name: str, *packages: str) -> FrameType | None:
+        """Return the innermost stack frame of a function with this name in one of these packages; None if there is
+        none. Used if a framework has no public API that shows why it calls the optimizer."""
+        frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
+                return frame
+            frame = frame.f_back
+        return None
+
     @classmethod
     def register(cls) -> None:
         """Register this class for all optimizers that are made after this call. The class takes precedence over classes
@@ -149,17 +160,6 @@ class Hosts(list[Host]):
         return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)
 
 
-def caller(name: str, *packages: str) -> FrameType | None:
-    """Return the innermost stack frame of a function with this name in one of these packages; None if there is none.
-    Used if a framework has no public API that shows why it calls the optimizer."""
-    frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
-            return frame
-        frame = frame.f_back
-    return None
-
-
 def creates_state_only() -> bool:
     """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
     checkpoint.
@@ -168,4 +168,4 @@ def creates_state_only() -> bool:
     starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come to
     different conclusions. Therefore this function inspects the call stack.
     """
-    return caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
+    return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None

@@ -41,7 +41,7 @@ from shardmuon.comm.groups import (
     my_rank,
 )
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
+from shardmuon.errors import ExchangeError, Refused, level_of_the_caller
 from shardmuon.host import Host, Hosts, creates_state_only
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
@@ -236,7 +236,7 @@ class Core:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
         if isinstance(error, AuditError):  # the groups that come later in this step are not updated
-            self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
+            self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
         if self.broken is not None:  # already recorded, and the connections are closed
             return
@@ -244,7 +244,8 @@ class Core:
         alone = default_group() is None or len(component) == 1
         if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
-            self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            remedy = ExchangeError.RELOAD if alone else ExchangeError.REMEDY
+            self.broken = f"{text}. {ExchangeError.HALF_DONE}. {remedy}"
             if isinstance(error, ExchangeError):  # its message already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
@@ -276,7 +277,7 @@ class Core:
                 next step.
         """
         fault = Fault()
-        with made_public():
+        with Refused.made_public():
             binding = StepCall(self, fault).renewed(fault)
             if fault.text is not None:  # occurred after ranks exchanged errors
                 raise Refused(fault.text, fault.cause)
@@ -716,7 +717,7 @@ class Muon(Core, Optimizer):
         """
         host = self.hosts.active
         if host is not None:  # such state dicts have the host's flat parameters
-            with made_public():
+            with Refused.made_public():
                 host.load(self, state_dict)
             return
         self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmuon._torch import is_dtensor, local_if_any, never_compiled
 from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.errors import level_of_the_caller, made_public
+from shardmuon.errors import Refused, level_of_the_caller
 from shardmuon.host import creates_state_only
 from shardmuon_qkclip.layers import Attention, Holder, attention_layers
 from shardmuon_qkclip.scaling import LayerLogits, Scaler
@@ -257,7 +257,7 @@ class QKClip:
         try:
             if self._is_measured:
                 if not self._has_reduced:
-                    with made_public():
+                    with Refused.made_public():
                         self._scaler.reduce(self._measure or (lambda: self._pending))
                     self._has_reduced = True
                 done = self._scaler.apply_()

@@ -45,7 +45,7 @@ from shardmuon._torch import names_in
 from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.errors import ExchangeError, about, fault_text, made_public
+from shardmuon.errors import ExchangeError, Refused, about, fault_text
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
@@ -84,7 +84,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     if optimizer.in_step:  # a vote is impossible while other ranks are still in the step's exchanges
         raise ExchangeError(optimizer.torn())
 
-    with made_public():
+    with Refused.made_public():
         weights, state, groups = run_together(partial(_state_of, model, optimizer))
         table = _describe_shards(model, optimizer)
         saved = run_together(lambda: _as_global(weights, _counted(state, table), table))
@@ -117,17 +117,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
-    with made_public():
+    with Refused.made_public():
         table = _describe_shards(model, optimizer)
         reader, planner = run_together(lambda: (_Reader(path), _Planner()))
     dcp.load(saved, storage_reader=reader, planner=planner)
-    with made_public():
+    with Refused.made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
         room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
     dcp.load(targets, storage_reader=reader, planner=planner)
-    with made_public():
+    with Refused.made_public():
         found = {"state": room, "param_groups": groups}
         state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
         _take_over(weights, state, merged, model, optimizer)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import default_group, is_alive, new_group_among, timeout_of
-from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
+from shardmuon.errors import ExchangeError, ranks_text
 
 _T = TypeVar("_T")
 LARGEST = 1 << 16  # bytes of a lane's receive buffer; fixed, so that receivers need not know the size of a message
@@ -387,7 +387,9 @@ class _Lane:
     def _failed(self, what: str, late: str, error: RuntimeError) -> ExchangeError:
         self.close()
         cause = str(error).rstrip(". \n")
-        return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+        return ExchangeError(
+            f"{what}: {late} does not answer: {cause}. {ExchangeError.UNCHANGED}. {ExchangeError.REMEDY}"
+        )
 
     def close(self) -> None:
         """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of `lane_of`

@@ -1,9 +1,10 @@
 """DeepSpeed ZeRO: steps and checkpoints of a `Muon` that is passed to `deepspeed.initialize`.
 
-DeepSpeed steps *flats*: 1-D fp32 partitions, which can begin and end at any element of a matrix. A separate optimizer core steps each flat that holds matrices. The parameters of the
-core are views of the flat. Momentum is as long as the flat and belongs to the state of the optimizer that DeepSpeed
-holds, so DeepSpeed finds, offloads and saves the momentum like the state of any other optimizer. Every private
-attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
+DeepSpeed steps *flats*: 1-D fp32 partitions, which can begin and end at any element of a matrix. A separate optimizer
+core steps each flat that contains matrices. The parameters of the core are views of the flat. Momentum is as long as
+the flat and belongs to the state of the optimizer that the user passed to DeepSpeed, so DeepSpeed finds, offloads and
+saves the momentum like the state of any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is
+in this file. DeepSpeed is never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
@@ -53,8 +54,8 @@ from torch.torch_version import TorchVersion
 
 from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Fault, current_world, run_together
-from shardmuon.errors import REMEDY, Refused
-from shardmuon.host import Host, Weight, caller
+from shardmuon.errors import ExchangeError, Refused
+from shardmuon.host import Host, Weight
 from shardmuon.layout.engines.base import Claim, Engine, Group, register
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.views import Ints
@@ -209,14 +210,14 @@ class _DeepSpeedHost(Host):
         afterwards. With any other caller, and with `pipeline_loading_checkpoint`, which makes ranks load one after
         another, an error is raised only on the rank where it occurs.
         """
-        frame = caller("load_checkpoint", "deepspeed")
+        frame = self.caller("load_checkpoint", "deepspeed")
         alone = frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint
         try:
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
             if not alone:  # other ranks can have new state, and all have new weights
-                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+                core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
@@ -264,7 +265,7 @@ class _DeepSpeedHost(Host):
         """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. With
         this stage, DeepSpeed first calls `step` from a function that only creates state, so the caller identifies
         it."""
-        return _refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
+        return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
         """Take one of the calls of `step()` in a training step, for the groups that DeepSpeed put into
@@ -283,7 +284,7 @@ class _DeepSpeedHost(Host):
         except BaseException as error:
             self.restore_groups(core)
             if isinstance(error, Refused) and self._num_stepped:
-                core.broken = f"{error}. Other groups had been updated already. {REMEDY}"
+                core.broken = f"{error}. Other groups had been updated already. {ExchangeError.REMEDY}"
             self._num_stepped = 0
             raise
 

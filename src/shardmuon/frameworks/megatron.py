@@ -48,8 +48,8 @@ from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef, group_ranks, num_ranks
 from shardmuon.comm.vote import Fault, gather, run_together
-from shardmuon.errors import about, made_public
-from shardmuon.host import Host, Weight, caller
+from shardmuon.errors import Refused, about
+from shardmuon.host import Host, Weight
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.momentum.keeper import BUFFER
@@ -108,7 +108,7 @@ def get_megatron_optimizer(
             matched.update(here)
             rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
-    with made_public():
+    with Refused.made_public():
         merged = _aligned(listed, fault, given, matched)
     shared = None
     if distributed:
@@ -440,7 +440,7 @@ class _WholeHost(Host):
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
-        if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
+        if keys and self._elsewhere and self.caller("sharded_state_dict", "megatron") is not None:
             raise ValueError(
                 f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
                 "0 alone, and with pipeline or expert parallelism other ranks have parameters of their own. Save "

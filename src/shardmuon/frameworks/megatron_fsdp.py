@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.host import Host, caller
+from shardmuon.host import Host
 from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, register
 from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
 from shardmuon.layout.mesh import Cut
@@ -206,7 +206,7 @@ class _MegatronFSDPHost(Host):
     packages = _PACKAGES
 
     def adding(self) -> None:
-        if caller("fully_shard", *_PACKAGES) is not None:
+        if self.caller("fully_shard", *_PACKAGES) is not None:
             raise ValueError(
                 "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes "
                 "to Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
@@ -220,7 +220,7 @@ class _MegatronFSDPHost(Host):
         The caller identifies this step, because the caller is the same on every rank. Zero gradients would not identify
         it reliably, because real gradients can be zero on some rank.
         """
-        return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
+        return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
 from shardmuon.comm.groups import Ranks, Traffic, group_for, wire_device
-from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
+from shardmuon.errors import ExchangeError, level_of_the_caller, ranks_text
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
@@ -200,7 +200,7 @@ def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch
         ExchangeError: A rank of a set died, hung or failed.
     """
     for one in sets:
-        with _named(one, "before the update", UNCHANGED):
+        with _named(one, "before the update", ExchangeError.UNCHANGED):
             one.begin(_summed(one.squares(work), one.ranks, traffic), work, watch)
 
 
@@ -211,14 +211,16 @@ def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> N
         ExchangeError: A rank of a set died, hung or failed.
     """
     for one in sets:
-        with _named(one, "after the update", HALF_DONE):
+        with _named(one, "after the update", ExchangeError.HALF_DONE):
             one.finish(_summed(one.squares(work), one.ranks, traffic), work)
 
 
 def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
     """Return a context manager that converts any error to an ExchangeError that names the set. If the set has only one
     rank, errors stay unchanged."""
-    return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
+    if len(one.ranks) == 1:
+        return nullcontext()
+    return ExchangeError.naming(lambda: f"norms of weights {when} ({one})", damage)
 
 
 def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:
