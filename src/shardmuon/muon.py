@@ -244,8 +244,9 @@ class Core:
         alone = default_group() is None or len(component) == 1
         if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
-            remedy = ExchangeError.RELOAD if alone else ExchangeError.REMEDY
-            self.broken = f"{text}. {ExchangeError.HALF_DONE}. {remedy}"
+            self.broken = (
+                f"{text}. {ExchangeError.HALF_DONE}. {ExchangeError.RELOAD if alone else ExchangeError.REMEDY}"
+            )
             if isinstance(error, ExchangeError):  # its message already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
