@@ -1,43 +1,44 @@
 """DeepSpeed ZeRO: steps and checkpoints of a `Muon` that is passed to `deepspeed.initialize`.
 
-DeepSpeed steps *flats*: 1-D fp32 partitions, which can begin and end at any element of a matrix. A separate optimizer
-core steps each flat that contains matrices. The parameters of the core are views of the flat. Momentum is as long as
-the flat and belongs to the state of the optimizer that the user passed to DeepSpeed, so DeepSpeed finds, offloads and
-saves the momentum like the state of any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is
-in this file. DeepSpeed is never imported.
+DeepSpeed steps *flat buffers*: 1-D fp32 partitions, which can begin and end at any element of a matrix. A separate
+optimizer core steps each flat buffer that contains matrices. The parameters of the core are views of the flat buffer.
+Momentum is as long as the flat buffer and belongs to the state of the optimizer that the user passed to DeepSpeed, so
+DeepSpeed finds, offloads and saves the momentum like the state of any other optimizer. Every private attribute of
+DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
 
 [Note: what DeepSpeed steps]
-    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
-    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flats are reduced,
-    unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with only this group, stage 3
-    calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it once. All ranks make the
-    same calls in the same order. The original parameters of the optimizer remain in the model. Their attributes tell
-    where their elements are stored:
-    stages 1 and 2, BF16   see [Note: where a parameter lies]
-    stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
-                           elements [r k, (r + 1) k) of each parameter, k = `partition_numel()`
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flat buffers*: this rank's 1-D fp32
+    partition of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flat buffers
+    are reduced, unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with only this
+    group, stage 3 calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it once. All
+    ranks make the same calls in the same order. The original parameters of the optimizer remain in the model. Their
+    attributes show where their elements are stored:
+    stages 1 and 2, BF16   see [Note: positions of parameters]
+    stage 3                `_z3_optimizer` with the sub-groups' parameters and flat buffers; rank r of
+                           `ds_process_group` stores elements [r k, (r + 1) k) of each parameter, with
+                           k = `partition_numel()`
     When the plan is made, each rank sends the positions of its elements to the other ranks. The elements of all ranks
     must cover every parameter exactly once. Before the first update, after loading state, and at audits, each rank
     compares its parts of the parameters with the model's weights.
 
-[Note: where a parameter lies]
-    At stages 1 and 2 and with the BF16 optimizer, the parameters of a group are views of one buffer, in an order that
-    DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts, and rank r
-    of `_dp_group` steps an fp32 copy of part r, the rank's flat. So the offset of a parameter in the buffer determines
-    which elements of the parameter a flat holds, and at which position. DeepSpeed's own record of these positions,
-    `_hp_mapping`, follows the order of the groups and is wrong with `round_robin_gradients` (0.19.8). So shardmuon only
-    checks that the attribute exists.
+[Note: positions of parameters]
+    At stages 1 and 2 and with the BF16 optimizer, the model's parameters of a group are views of one buffer, in an
+    order that DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts,
+    and rank r of `_dp_group` steps an fp32 copy of part r: the rank's flat buffer. So the offset of a parameter in the
+    model's buffer determines which elements of the parameter a rank's flat buffer contains, and at which position.
+    DeepSpeed's own record of these positions, `_hp_mapping`, follows the order of the groups and is wrong with
+    `round_robin_gradients` (0.19.8). So shardmuon only checks that the attribute exists.
 
 [Note: one vote before the first call]
     DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks vote
-    that the options, momentum and partitions of every flat are valid, including AdamW's flats. After an error on a rank
-    in a later call, the optimizer refuses further steps, as after an error in any step, and ranks that wait for the
-    failed rank fail immediately.
+    that the options, momentum and partitions of every flat buffer are valid, including the flat buffers of AdamW's
+    parameters. After an error on a rank in a later call, the optimizer refuses further steps, as after an error in any
+    step, and ranks that wait for the failed rank fail immediately.
 
 [Note: names of state]
     DeepSpeed's universal checkpoints support only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of
-    a flat is stored as `exp_avg`. `exp_avg_sq` is a single zero that is expanded to the flat's shape, so it takes
-    almost no memory.
+    a flat buffer is stored as `exp_avg`. `exp_avg_sq` is a single zero that is expanded to the shape of the flat
+    buffer, so it takes almost no memory.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ _TESTED = "0.19.8"
 
 
 class _Flat(Core):
-    """Optimizer core that steps the matrices of one flat, a 1-D partition made by ZeRO. It uses the options of the
-    optimizer that DeepSpeed holds.
+    """Optimizer core that steps the matrices of one flat buffer, a 1-D partition made by ZeRO. The core uses the
+    options of the optimizer that the user passed to DeepSpeed.
 
     Attributes:
-        index: Index of the flat's optimizer group.
-        is_muon: True for a flat of matrices; False for a flat of AdamW's parameters, which is stepped as a whole.
+        index: Index of the optimizer group to which the flat buffer belongs.
+        is_muon: True if Muon updates the flat buffer; False if AdamW updates the flat buffer, as a whole.
         parts: For each parameter: its name, this rank's slice, and the tensor that is stepped (a shard). The shard is
-            empty until `show` makes it a view of the flat.
+            empty until `show` makes it a view of the flat buffer.
     """
 
     def __init__(
@@ -104,23 +105,23 @@ class _Flat(Core):
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
-        """List the names of parameters whose part in the flat differs from the model's weights."""
+        """List the names of parameters whose part in the flat buffer differs from the model's weights."""
         return [name for name, part, _ in self.parts if part.numel and _differs_from_model(self.flat, part)]
 
     def show(self) -> None:
-        """Make the shards views of the flat, and their gradients views of the flat's gradient. Call this method before
-        each use of the shards, because DeepSpeed can move the flat and its gradient in memory."""
+        """Make the shards views of the flat buffer, and their gradients views of the flat buffer's gradient. Call this
+        method before each use of the shards, because DeepSpeed can move the flat buffer and its gradient in memory."""
         flat, grad = self.flat.detach(), self.flat.grad
         for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
-        """Move the variant's state of this flat's matrices (such as NorMuon's second moments) from `carried` to
+        """Move the variant's state of this flat buffer's matrices (such as NorMuon's second moments) from `carried` to
         `states`. Call this method after the momentum was loaded.
 
         Args:
-            group: Optimizer group of the flat.
+            group: Optimizer group of the flat buffer.
             carried: Parameter name -> state that a checkpoint contained.
 
         Raises:
@@ -133,8 +134,8 @@ class _Flat(Core):
 
 
 class _DeepSpeedHost(Host):
-    """Integration with DeepSpeed's engine. It becomes active when DeepSpeed replaces the parameters in the optimizer's
-    groups by its flat partitions.
+    """Integration with DeepSpeed's engine, which is active once DeepSpeed has replaced the parameters in the
+    optimizer's groups by flat buffers.
 
     Attributes:
         groups: For each optimizer group: the group, and the (name, parameter) pairs that it contained originally.
@@ -148,10 +149,10 @@ class _DeepSpeedHost(Host):
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
         self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
-        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flats
-        self._unchecked = True  # True if the next step must compare the flats with the model's weights
+        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flat buffers
+        self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
         self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
-        self._num_stepped = 0  # number of flats stepped in this training step
+        self._num_stepped = 0  # number of flat buffers stepped in this training step
 
     @property
     def _params(self) -> list[Tensor]:
@@ -161,12 +162,12 @@ class _DeepSpeedHost(Host):
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Remember a group's parameters before DeepSpeed replaces them by flat partitions."""
+        """Store a group's parameters before DeepSpeed replaces them by flat buffers."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
     def _take_over(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does, and forget what was derived from the old groups and state."""
+        """Load a state dict as torch does, and reset all attributes that depend on the old groups and state."""
         super().load(core, state_dict)
         self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
         self._options = [_options(group) for group in core.param_groups]
@@ -197,7 +198,7 @@ class _DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # the options are those of another group
+            if group.setdefault("param_names", names) != names:  # DeepSpeed has assigned another group's options
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
@@ -216,13 +217,14 @@ class _DeepSpeedHost(Host):
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            if not alone:  # other ranks can have new state, and all have new weights
+            if not alone:  # other ranks can have loaded new state, and all ranks have loaded new weights
                 core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Correct the options of the saved groups, and put the variant's state, such as NorMuon's second moments, into
-        them. DeepSpeed cannot save it as state, because state tensors must be as long as a flat."""
+        the first saved group. DeepSpeed cannot save the variant's state as optimizer state, because state tensors must
+        be as long as a flat buffer."""
         if self.is_active:
             self._restore_options(core)
             pairs = zip(core.param_groups, saved["param_groups"], strict=True)
@@ -230,22 +232,22 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # Put the state of all groups into the first group: stage 3 loads only this group of a universal checkpoint.
+            # The first group gets the state of all groups: stage 3 loads only this group of a universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
 
     @property
     def is_active(self) -> bool:
-        """True if DeepSpeed has replaced the parameters in the groups by its flat partitions."""
+        """True if DeepSpeed has replaced the parameters in the groups by flat buffers."""
         return any(hasattr(p, mark) for p in self._params for mark in self.marks)
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
-        """Return the plans of all flats that have been stepped so far."""
+        """Return the plans of all flat buffers that have been stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Any) -> list[Weight]:
-        """List this rank's parts of parameters in all flats, including AdamW's flats."""
+        """List this rank's parts of parameters in all flat buffers, including AdamW's flat buffers."""
         if not self._flats:
             self._attach(core)
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -262,9 +264,9 @@ class _DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. With
-        this stage, DeepSpeed first calls `step` from a function that only creates state, so the caller identifies
-        it."""
+        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. At
+        this stage, DeepSpeed calls `step` for the first time from `initialize_optimizer_states`, a function that only
+        creates state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
@@ -289,8 +291,8 @@ class _DeepSpeedHost(Host):
             raise
 
     def _begin(self, core: Any, fault: Fault) -> None:
-        """Check all flats of this rank before the first update of a training step, and raise the first error. Weights
-        are not changed."""
+        """Check all flat buffers of this rank before the first update of a training step, and raise the first error.
+        Weights are not changed."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -318,21 +320,21 @@ class _DeepSpeedHost(Host):
             )
 
     def _attach(self, core: Any) -> None:
-        """Make a `_Flat` for every flat partition, after checking DeepSpeed's version and options."""
+        """Make a `_Flat` for every flat buffer, after checking DeepSpeed's version and options."""
         _check_version()
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        if zero3 is not None:  # at stage 3, the groups contain a flat only while it is stepped
+        if zero3 is not None:  # at stage 3, a group contains its flat buffers only during their step
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
-        """Create the missing state of a flat, as zeros. All state must exist when the first flat has been stepped,
-        because DeepSpeed looks for state only at that time.
+        """Create the missing state of a flat buffer, as zeros. All state must exist when the first flat buffer has been
+        stepped, because DeepSpeed looks for state only at that time.
 
         Raises:
-            ValueError: The loaded momentum does not have the shape of the flat.
+            ValueError: The loaded momentum does not have the shape of the flat buffer.
         """
         flat = known.flat
         if not known.is_muon:
@@ -348,8 +350,8 @@ class _DeepSpeedHost(Host):
             )
 
     def _step_flats(self, core: Any) -> None:
-        """Step the flats that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat, the error
-        reaches the other ranks in the vote of the flat's core."""
+        """Step the flat buffers that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat
+        buffer, the error reaches the other ranks in the vote of the `_Flat` that steps this flat buffer."""
         for group in core.param_groups:
             for flat in group["params"]:
                 known = self._flats[id(flat)]
@@ -374,13 +376,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Slice(NamedTuple):
-    """Part of one parameter in this rank's flat, the 1-D partition that DeepSpeed steps.
+    """Part of one parameter in this rank's flat buffer, the 1-D partition that DeepSpeed steps.
 
     Attributes:
         param: The model's parameter.
         start: Index of the first element in the flattened parameter.
-        numel: Number of elements; 0 if the flat holds no element of the parameter.
-        offset: Index of the first element in the flat.
+        numel: Number of elements; 0 if the flat buffer holds no element of the parameter.
+        offset: Index of the first element in the flat buffer.
     """
 
     param: Tensor
@@ -395,7 +397,7 @@ def _zero3_of(params: Iterable[Tensor]) -> Any:
 
 
 def _shape_of(param: Tensor) -> Ints:
-    """Return the full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
+    """Return the full shape of a parameter, even while ZeRO 3 has replaced the parameter's data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -403,18 +405,18 @@ def _shape_of(param: Tensor) -> Ints:
 
 
 def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, the 1-D partition that DeepSpeed steps on this rank.
+    """Find the slices of parameters in a flat buffer, the 1-D partition that DeepSpeed steps on this rank.
 
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
         params: Model parameters that the group contained originally.
 
     Returns:
-        This rank's slices of all trainable parameters in the flat's group or sub-group, and the process group over
-        which these parameters are partitioned. Slices are in the same order on all ranks; some can be empty.
+        This rank's slices of all trainable parameters in the group or sub-group of the flat buffer, and the process
+        group over which these parameters are partitioned. Slices are in the same order on all ranks; some can be empty.
 
     Raises:
-        ValueError: The tensor is not a flat of these parameters, or DeepSpeed partitions in a way that is not
+        ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
             supported.
     """
     zero3 = _zero3_of(params)
@@ -450,8 +452,8 @@ def _check_version() -> None:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, and the process group of the parameters, at stages 1 and 2 and with the
-    BF16 optimizer. See [Note: where a parameter lies]."""
+    """Find the slices of parameters in a flat buffer, and the process group of the parameters, at stages 1 and 2 and
+    with the BF16 optimizer. See [Note: positions of parameters]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
@@ -468,11 +470,11 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
     group = members[0]._dp_group
-    first = group_ranks(group).index(my_rank()) * flat.numel()  # first element of the buffer in this rank's flat
+    first = group_ranks(group).index(my_rank()) * flat.numel()  # offset of this rank's part in the model's buffer
     begin = min(p.storage_offset() for p in members)
     slices = []
     for p in members:
-        place = p.storage_offset() - begin  # first element of the parameter in the buffer
+        place = p.storage_offset() - begin  # offset of the parameter in the model's buffer
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(_Slice(p, start - place, stop - start, start - first) if start < stop else _Slice(p, 0, 0, 0))
     return slices, group
@@ -513,7 +515,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
 
 def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
     """Return True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's
-    weights. Returns False if the two cannot be compared, because the flat or the model's weights are not in memory."""
+    weights. Return False if the two cannot be compared, because the flat buffer or the model's weights are not in
+    memory."""
     param: Any = part.param
     if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
@@ -572,9 +575,9 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
-    the parameter's slice of the flat."""
+    the parameter's slice of the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads the flat
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 

@@ -1,10 +1,10 @@
-"""Save the optimizer state of FSDP1's parameters in a form that `FSDP.optim_state_dict` can gather.
+"""FSDP1: state dicts in a form that `FSDP.optim_state_dict` can gather.
 
-[Note: alike in a unit]
-    A unit is a module that FSDP1 wraps. FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) of a unit
-    as one tensor that is as long as the unit's flat parameter. So every parameter of the unit needs every kind of
-    state, in one dtype. But Muon stores other kinds for matrices than for AdamW's parameters. Kinds that a parameter
-    lacks are therefore saved as zeros, and dropped on loading.
+[Note: state of a unit]
+    A unit is a module that FSDP1 wraps. For each state key (`momentum_buffer`, `exp_avg`, ..), FSDP1 gathers the state
+    tensors of all parameters of a unit as one tensor that is as long as the unit's flat parameter. So every parameter
+    of the unit needs every state key, in one dtype. But Muon's state keys for matrices differ from those for AdamW's
+    parameters. Keys that a parameter lacks are therefore saved as zeros, and dropped on loading.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shardmuon.step.kept import carry_by_position
 
 
 class _FSDP1Host(Host):
-    """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
+    """Host that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
 
     packages = ()
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Add zeros for missing kinds of state. All parameters of an FSDP1 unit then have the same kinds of state in
-        the same dtype, see [Note: alike in a unit]."""
+        """Add zeros for missing state keys. All parameters of an FSDP1 unit then have the same state keys and state of
+        one dtype, see [Note: state of a unit]."""
         state = saved["state"]
         units: dict[Any, list[tuple[int, Tensor]]] = {}
         for group, packed in zip(core.param_groups, saved["param_groups"], strict=True):

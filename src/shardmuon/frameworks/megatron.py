@@ -1,6 +1,6 @@
 """Megatron-core: a `get_megatron_optimizer` that makes shardmuon's optimizer for Megatron's own training loop.
 
-Megatron still handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all
+Megatron handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all
 parallel groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the
 step: it distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As
 in Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
@@ -24,7 +24,7 @@ This module works with megatron-core 0.19 (docs/megatron.md lists the exact vers
     when it is read. There is one step count. It is stored as the option ``step`` of every group, and in the state of
     every parameter.
 
-[Note: what stages keep here]
+[Note: state of variants]
     `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of the tensor's
     parameter, and fails for a tensor that does not have the parameter's shape. This is the case for an optimizer
     variant's state per matrix (such as NorMuon's), which is equal on all ranks that share the matrix, even if a rank's
@@ -284,14 +284,14 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # other defaults would differ by stage
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # Muon's own default can differ between pipeline stages
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets the group itself
+        group.pop("tp_group", None)  # groups must be equal on all ranks; `Muon` gets the process group
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -425,8 +425,8 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
 
 
 class _WholeHost(Host):
-    """Integration with Megatron's wrappers in which every replica has all main weights. It saves a variant's state per
-    matrix in the groups.
+    """Integration with Megatron's wrappers in which every replica has all main weights. A variant's state per matrix is
+    saved in the groups.
 
     Args:
         elsewhere: True if some ranks have other parameters than rank 0. Because `sharded_state_dict` saves only the

@@ -138,8 +138,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
 
 
 def _first_row(param: Any) -> int:
-    """Return the index of the first row of the tensor-parallel shard that this rank stores. It is computed from the
-    parameter's attribute `megatron_fsdp_slice`."""
+    """Compute the index of the first row of the tensor-parallel shard that this rank stores, from the parameter's
+    attribute `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -159,8 +159,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 def _uncounted(param: Any) -> str | None:
     """Return the reason, for an error message, why a gradient norm over all ranks would count a parameter several
-    times: the parameter's mesh lacks some of the ranks that store the parameter. Returns None if the mesh lists all of
-        them."""
+    times: the parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh lists all of
+    these ranks."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -186,7 +186,7 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # does not use `storage`: a reference cycle
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # `storage` here would make a reference cycle
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
