@@ -98,7 +98,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     saved the checkpoint. Collective over all ranks.
 
     `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
-    damaged file would leave them partly old and partly new. This function reads into copies instead. The model and the
+    damaged file would leave these tensors partly old and partly new. This function reads into copies instead. The model and the
     optimizer get the copies only after everything has been read and checked. The copies need memory, and so does one
     more copy of the weights at the end. Code in a file never runs. Parameter groups get all options that the file
     contains, and frozen parameters get their state.
@@ -145,7 +145,7 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        of_file.pop(CARRIED, None)  # FSDP1's groups carry variant state, which `state` already has
+        of_file.pop(CARRIED, None)  # under FSDP1, groups contain variant state, which `state` has, too
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
 

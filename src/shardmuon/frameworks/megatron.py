@@ -225,8 +225,8 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     """Make overrides that split Megatron's fused attention projections into separate matrices. For each query group, a
-    projection stores rows of q, k and v, with gated attention also the rows of the gates. So it is split into three
-    matrices, or into four with gated attention."""
+    projection stores rows of q, k and v, with gated attention also the rows of the gates. So the projection is split into
+    three matrices, or into four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -393,7 +393,7 @@ def _wrapped(
         muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        param.requires_grad_(True)  # otherwise Megatron's fp32 main weights would count as frozen
+        param.requires_grad_(True)  # Megatron's fp32 main weights do not require gradients, like frozen parameters
         if tp_group is None:
             param.tensor_model_parallel = False  # Megatron's layers set True even without tensor parallelism
     return wrapped
@@ -429,8 +429,8 @@ class _WholeHost(Host):
     saved in the groups.
 
     Args:
-        elsewhere: True if some ranks have other parameters than rank 0. Because `sharded_state_dict` saves only the
-            groups of rank 0, it then raises ValueError if the variant has state.
+        elsewhere: True if some ranks have other parameters than rank 0. Because Megatron's `sharded_state_dict` saves
+            only the groups of rank 0, saving then raises ValueError if the variant has state.
     """
 
     packages = ()
@@ -495,7 +495,7 @@ class _ShardHost(_Unfinished):
         self._restore(core)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict. Returns the variant's state per matrix, by parameter name, and the step
+        """Check the groups of a state dict. Return the variant's state per matrix, by parameter name, and the step
         count.
 
         Raises:
@@ -521,7 +521,7 @@ class _ShardHost(_Unfinished):
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Put the variant's state per matrix into the first saved group, by parameter name. Megatron's checkpoints
-        cannot save it as state, because they save only Adam's kinds of state."""
+        cannot save the variant's state as optimizer state, because they save only the state keys of Adam."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Any, fault: Fault) -> None:
@@ -544,8 +544,8 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. The attribute `shardmuon` is the integration
-        that holds the optimizer's shards."""
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. The attribute `shardmuon` is the host that
+        stores the optimizer's shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -604,7 +604,7 @@ def _distributed_optimizer(
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
     shards: dict[Tensor, Tensor] = dict(zip(whole, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # otherwise shards would count as frozen
+        part.requires_grad_(True)  # Megatron's shards do not require gradients, like frozen parameters
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
         if group["use_muon"]:  # AdamW's groups keep Megatron's shards
             group["params"] = []
@@ -612,7 +612,7 @@ def _distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none here
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none for an empty shard
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
