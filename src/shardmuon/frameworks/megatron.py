@@ -225,8 +225,8 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     """Make overrides that split Megatron's fused attention projections into separate matrices. For each query group, a
-    projection stores rows of q, k and v, with gated attention also the rows of the gates. So the projection is split into
-    three matrices, or into four with gated attention."""
+    projection stores rows of q, k and v, with gated attention also the rows of the gates. So the projection is split
+    into three matrices, or into four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -612,7 +612,7 @@ def _distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none for an empty shard
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but does not set this one
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
