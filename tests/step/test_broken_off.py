@@ -31,7 +31,6 @@ import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.comm.groups import _MADE, close_lane
 from shardmuon.comm.vote import Ballot, Flag, Phase
-from shardmuon.errors import ExchangeError
 from shardmuon.price.clock import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
