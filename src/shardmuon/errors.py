@@ -58,7 +58,7 @@ class ExchangeError(RuntimeError):
             raise cls.of(error, where(), damage) from error
 
 
-_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # keep their class, so that callers can catch them
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers can catch
 
 
 def stays_itself(error: BaseException) -> bool:

@@ -129,6 +129,17 @@ class Host:
             frame = frame.f_back
         return None
 
+    @staticmethod
+    def creates_state_only() -> bool:
+        """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
+        checkpoint.
+
+        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
+        starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come
+        to different conclusions. Therefore this function inspects the call stack.
+        """
+        return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
+
     @classmethod
     def register(cls) -> None:
         """Register this class for all optimizers that are made after this call. The class takes precedence over classes
@@ -158,14 +169,3 @@ class Hosts(list[Host]):
         must not clip them again; else None."""
         found = {name for param in params for name in vars(param)}
         return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)
-
-
-def creates_state_only() -> bool:
-    """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
-    checkpoint.
-
-    torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
-    starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come to
-    different conclusions. Therefore this function inspects the call stack.
-    """
-    return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None

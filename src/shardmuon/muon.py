@@ -42,7 +42,7 @@ from shardmuon.comm.groups import (
 )
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
 from shardmuon.errors import ExchangeError, Refused, level_of_the_caller
-from shardmuon.host import Host, Hosts, creates_state_only
+from shardmuon.host import Host, Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
 from shardmuon.layout.engines.fsdp1 import is_flattened
@@ -605,7 +605,7 @@ class Muon(Core, Optimizer):
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
-            if closure is None and instead is None and not self.state and creates_state_only():
+            if closure is None and instead is None and not self.state and Host.creates_state_only():
                 instead = self.complete_state
         if fault.text is not None:
             host = self.hosts.active

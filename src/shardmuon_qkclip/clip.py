@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from shardmuon._torch import is_dtensor, local_if_any, never_compiled
 from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import Refused, level_of_the_caller
-from shardmuon.host import creates_state_only
+from shardmuon.host import Host
 from shardmuon_qkclip.layers import Attention, Holder, attention_layers
 from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
@@ -251,7 +251,7 @@ class QKClip:
     # ---------------------------------------------------------------------------------------------------- stepping
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if creates_state_only():
+        if Host.creates_state_only():
             return
         done, host = tuple[LayerLogits, ...](), self._scaler.host
         try:
