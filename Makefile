@@ -21,11 +21,12 @@ GPU ?=
 GOLDEN ?=
 HOUSE ?=
 
+NVME ?=
 DOCS ?=
 ZOO ?=
 STACK ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu golden house test fast zoo stack docs check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu golden house test fast nvme zoo stack docs check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -62,6 +63,9 @@ test: $(READY) ## all tests in this CPU's arithmetic and, beside them, the numer
 
 fast: $(READY) ## the tests that need one process only
 	$(BIN)/python -m pytest -m "not ranks"
+
+nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes) (NVME=--if-possible)
+	@bash scripts/nvme.sh $(NVME)
 
 zoo: ## routing of models of transformers, timm, torchvision and peft, in .venv-stack, made on first use (ZOO=--if-possible)
 	@bash scripts/stack.sh zoo $(ZOO)

@@ -32,24 +32,6 @@ def test_options_that_have_no_place_on_flats_are_refused(options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("marks", "words"),
-    [
-        ({"nvme_swapper": object()}, "w: offload_param to NVMe is not supported"),
-        ({"_z3_optimizer": SimpleNamespace(swap_optimizer=True)}, "w: offload_optimizer to NVMe is not supported"),
-    ],
-)
-def test_offload_to_nvme_is_refused(marks: dict[str, Any], words: str) -> None:
-    weight = nn.Parameter(torch.ones(4, 4))
-    vars(weight).update({"nvme_swapper": None, "_z3_optimizer": SimpleNamespace(swap_optimizer=False)})
-    optimizer = Muon([weight], lr=0.1)
-    groups = [(optimizer.param_groups[0], [("w", weight)])]
-    _refuse_options(optimizer.keeper, groups)
-    vars(weight).update(marks)
-    with pytest.raises(ValueError, match=words):
-        _refuse_options(optimizer.keeper, groups)
-
-
-@pytest.mark.parametrize(
     ("version", "expected"),
     [
         ("0.19.7", pytest.raises(ValueError, match=r"before 0\.19\.8 .*Install deepspeed==0\.19\.8")),

@@ -1,10 +1,11 @@
 """DeepSpeed ZeRO: steps and checkpoints of a `Muon` that is passed to `deepspeed.initialize`.
 
-DeepSpeed steps *flat buffers*: 1-D fp32 partitions, which can begin and end at any element of a matrix. A separate
-optimizer core steps each flat buffer that contains matrices. The parameters of the core are views of the flat buffer.
-Momentum is as long as the flat buffer and belongs to the state of the optimizer that the user passed to DeepSpeed, so
-DeepSpeed finds, offloads and saves the momentum like the state of any other optimizer. Every private attribute of
-DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
+DeepSpeed steps *flat buffers*: 1-D fp32 partitions, which can begin and end at any element of a matrix, and which
+DeepSpeed can swap to files (NVMe offload). A separate optimizer core steps each flat buffer that contains matrices. The
+parameters of the core are views of the flat buffer. Momentum is as long as the flat buffer and belongs to the state of
+the optimizer that the user passed to DeepSpeed, so DeepSpeed finds, offloads and saves the momentum like the state of
+any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never
+imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flat buffers*: this rank's 1-D fp32
@@ -29,6 +30,20 @@ DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
     DeepSpeed's own record of these positions, `_hp_mapping`, follows the order of the groups and is wrong with
     `round_robin_gradients` (0.19.8). So shardmuon only checks that the attribute exists.
 
+[Note: what is swapped]
+    With NVMe offload of optimizer state at stage 3, DeepSpeed swaps a sub-group to files if a rank's part of the
+    sub-group has at least max(1 MiB, `aio.block_size`). The files contain the sub-group's weights, all state tensors
+    that are as long as its flat buffer (except tensors with `swappable = False`), and gradients of at least this size.
+    The flat buffer and its state tensors are empty except while the flat buffer is stepped. Smaller sub-groups stay in
+    memory.
+
+[Note: gradients that do not come back]
+    DeepSpeed reads a swapped gradient by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O
+    needs aligned memory addresses. The alignment is 512 bytes on most file systems, and between 1 byte and a page on
+    others. If an address is not aligned, the read fails, DeepSpeed ignores the failure, and the old content of the
+    buffer is used as the gradient. Buffers begin at a page boundary, so the offset determines the alignment of an
+    address. shardmuon therefore requires offsets that are multiples of a page.
+
 [Note: one vote before the first call]
     DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks vote
     that the options, momentum and partitions of every flat buffer are valid, including the flat buffers of AdamW's
@@ -39,6 +54,14 @@ DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
     DeepSpeed's universal checkpoints support only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of
     a flat buffer is stored as `exp_avg`. `exp_avg_sq` is a single zero that is expanded to the shape of the flat
     buffer, so it takes almost no memory.
+
+[Note: what DeepSpeed loads]
+    `engine.save_checkpoint` writes a rank's state in memory to a state file, and copies the rank's swap files. With
+    NVMe offload, `engine.load_checkpoint` copies the swap files back but does not read the state file. So it always
+    loses the weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale.
+    In a new process it also loses swapped state, because the optimizer does not yet have state tensors into which the
+    swap files could be read. The function `load_checkpoint` of this module loads everything. If it was not used,
+    `_refuse_loaded` raises an error.
 """
 
 from __future__ import annotations
@@ -47,6 +70,8 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,6 +95,7 @@ if TYPE_CHECKING:
     from shardmuon.plan.plan import Plan
 
 _TESTED = "0.19.8"
+_PAGE = 4096  # size of a page in bytes; on every file system, direct I/O can read to addresses at page boundaries
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -81,6 +107,7 @@ class _Flat(Core):
     Attributes:
         index: Index of the optimizer group to which the flat buffer belongs.
         is_muon: True if Muon updates the flat buffer; False if AdamW updates the flat buffer, as a whole.
+        swapped: True if DeepSpeed stores the flat buffer in files (NVMe) between steps.
         parts: For each parameter: its name, this rank's slice, and the tensor that is stepped (a shard). The shard is
             empty until `show` makes it a view of the flat buffer.
     """
@@ -88,9 +115,11 @@ class _Flat(Core):
     def __init__(
         self, core: Any, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
     ) -> None:
+        _refuse_swaps(flat, named)
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
         self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
+        self.swapped = _swapped_numel(flat, _zero3_of(params)) > 0
         slices, process_group = _slices_of(flat, params)
         self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
         self.param_names = [name for name, _, _ in self.parts]
@@ -206,13 +235,14 @@ class _DeepSpeedHost(Host):
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
 
-        If DeepSpeed's `load_checkpoint` is the caller, all ranks load together, and an error on one rank is raised on
-        all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
+        If DeepSpeed's or this module's `load_checkpoint` is the caller, all ranks load together, and an error on one
+        rank is raised on all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
         afterwards. With any other caller, and with `pipeline_loading_checkpoint`, which makes ranks load one after
-        another, an error is raised only on the rank where it occurs.
+        another, an error is raised only on the rank where the error occurs.
         """
-        frame = self.caller("load_checkpoint", "deepspeed")
-        alone = frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint
+        frame = self.caller("load_checkpoint", "deepspeed", __name__)
+        engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
+        alone = engine is None or engine._config.zero_config.pipeline_loading_checkpoint
         try:
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
@@ -247,12 +277,21 @@ class _DeepSpeedHost(Host):
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Any) -> list[Weight]:
-        """List this rank's parts of parameters in all flat buffers, including AdamW's flat buffers."""
+        """List this rank's parts of parameters in all flat buffers, including AdamW's flat buffers.
+
+        Raises:
+            ValueError: A flat buffer is swapped to files, so its weights are not in memory.
+        """
         if not self._flats:
             self._attach(core)
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         found: list[Weight] = []
         for known in self._flats.values():
+            if known.swapped:
+                raise ValueError(
+                    f"{known.param_names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
+                    'reaches it. Use offload_optimizer {"device": "cpu"}'
+                )
             known.show()
             group, now = self.groups[known.index][0], id(known.flat) in stepped
             found += [Weight(name, part.param, shard, group, now) for name, part, shard in known.parts]
@@ -296,16 +335,22 @@ class _DeepSpeedHost(Host):
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
+        if getattr(_zero3_of(self._params), "swap_optimizer", False):
+            _refuse_loaded(self.caller("_take_model_step", "deepspeed"))
         self._restore_options(core)
         for index, (group, _) in enumerate(self.groups):
             check_hyperparameters(f"group {index}: ", group)
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            self._complete_state(core.state[known.flat], known)
+            if not known.swapped:  # the state of a swapped flat buffer is made when the flat buffer is stepped
+                self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
-        wrong = [name for known in self._flats.values() for name in known.unlike_model()] if self._unchecked else []
+        # Swapped flat buffers that this call does not step are not compared with the model, because DeepSpeed can still
+        # be reading them from files (`pipeline_read`).
+        here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
+        wrong = [name for known in here for name in known.unlike_model()] if self._unchecked else []
         if wrong:
             raise ValueError(
                 f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
@@ -342,7 +387,8 @@ class _DeepSpeedHost(Host):
         elif "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
-            state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+            if not known.swapped:  # DeepSpeed would write the expanded tensor to a file at full size
+                state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
         elif state["exp_avg"].shape != flat.shape:
             raise ValueError(
                 f"the momentum of a ZeRO partition has shape {tuple(state['exp_avg'].shape)}, the partition "
@@ -360,6 +406,7 @@ class _DeepSpeedHost(Host):
                     with fault:
                         known.param_groups[0].update(_options(group) | {"param_names": known.param_names})
                         known.show()
+                        self._complete_state(core.state[flat], known)
                         momentum = core.state[flat]["exp_avg"]
                         for _, part, shard in known.parts:
                             known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
@@ -389,11 +436,6 @@ class _Slice(NamedTuple):
     start: int
     numel: int
     offset: int
-
-
-def _zero3_of(params: Iterable[Tensor]) -> Any:
-    """Return DeepSpeed's stage-3 optimizer if it steps any of the given model parameters, otherwise None."""
-    return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
 
 
 def _shape_of(param: Tensor) -> Ints:
@@ -442,7 +484,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
 
 def _check_version() -> None:
     """Raise ValueError if DeepSpeed is older than the tested version. With some settings, older versions pass wrong
-    gradients to the optimizer."""
+    gradients to the optimizer (benchmarks/results/nvme.md)."""
     here = sys.modules["deepspeed"].__version__
     if TorchVersion(here) < _TESTED:
         raise ValueError(
@@ -494,7 +536,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
             raise ValueError(
                 f"{name}={found!r} of ZeRO 3 (hpZ, partial offload, ZenFlow) is not supported: leave it out"
             )
-    number = next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
+    number = _number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
     ranks = group_ranks(group)
@@ -540,9 +582,9 @@ def _refuse_copies() -> None:
 
 
 def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]]) -> None:
-    """Raise ValueError for options that are not supported with ZeRO's partitions, and for offload to NVMe. DeepSpeed
-    ignores failed reads of gradients from NVMe, can round fp32 weights on NVMe to bf16, and loads checkpoints
-    incompletely.
+    """Raise ValueError for options that are not supported with ZeRO's partitions, and for weights that are offloaded to
+    NVMe. DeepSpeed can corrupt weights on NVMe: it can round fp32 weights to bf16, and it reads weights into memory
+    addresses that direct I/O does not support.
 
     Args:
         keeper: Object that stores the optimizer's momentum.
@@ -561,12 +603,10 @@ def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Se
                 f"supported. {_TENSOR_PARALLEL}, or leave tp_group out"
             )
         for name, p in named:
-            swaps_state = getattr(_zero3_of([p]), "swap_optimizer", False)
-            if swaps_state or getattr(p, "nvme_swapper", None) is not None:
+            if getattr(p, "nvme_swapper", None) is not None:
                 raise ValueError(
-                    f"{name}: offload_{'optimizer' if swaps_state else 'param'} to NVMe is not supported, because "
-                    f"DeepSpeed ({_TESTED}) ignores reads that fail and loads checkpoints incompletely. Write "
-                    '"device": "cpu" instead of "nvme"'
+                    f'{name}: offload_param to NVMe is not supported. Write offload_param: {{"device": "cpu"}}; '
+                    "offload_optimizer to NVMe is"
                 )
 
 
@@ -599,3 +639,143 @@ class _DeepSpeedEngine(Engine):
 
 
 register(_DeepSpeedEngine())
+
+
+# ------------------------------------------------------------------------------------------------------ swap files
+
+
+def _zero3_of(params: Iterable[Tensor]) -> Any:
+    """Return DeepSpeed's stage-3 optimizer if it steps any of the given model parameters, otherwise None."""
+    return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+
+
+def _swapped_numel(flat: Tensor, zero3: Any) -> int:
+    """Return the number of elements of a flat buffer that DeepSpeed swaps to files; 0 if the flat buffer stays in
+    memory."""
+    if not getattr(zero3, "swap_optimizer", False):
+        return 0
+    number = _number_of(flat, zero3)
+    return int(zero3.fp16_partitioned_groups_flat_numel[number]) if zero3._swappable_optimizer_subgroup(number) else 0
+
+
+def _number_of(flat: Tensor, zero3: Any) -> int:
+    """Find the index of the stage-3 sub-group to which a flat buffer belongs."""
+    return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
+
+
+def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group to a memory address
+    that direct I/O does not support on all file systems. See [Note: gradients that do not come back].
+
+    Args:
+        flat: Partition that DeepSpeed steps.
+        named: (name, parameter) pairs of the flat buffer's optimizer group.
+    """
+    zero3 = _zero3_of(p for _, p in named)
+    if not _swapped_numel(flat, zero3):
+        return
+    names = {id(p): name for name, p in named}
+    least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
+    for p in zero3.fp16_groups[_number_of(flat, zero3)]:
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # offset in the buffer; numel with padding
+        if numel * size >= least and offset * size % _PAGE:
+            name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
+            raise ValueError(
+                f"{name}: DeepSpeed reads its gradient from NVMe to element {offset} of its sub-group (byte "
+                f"{offset * size}), and not every file system reads to an address that is no multiple of {_PAGE}. "
+                "DeepSpeed does not notice that a read fails and would step an old gradient in its place. Put "
+                f"parameters whose elements a rank are no multiple of {_PAGE // size} into a group of their own, or "
+                'pad them, or write offload_optimizer: {"device": "cpu"}'
+            )
+
+
+def _refuse_loaded(step: FrameType | None) -> None:
+    """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
+    `load_checkpoint`. The engine's attribute `loaded_checkpoint_dp_world_size` is then not None.
+
+    Args:
+        step: Stack frame of the engine's method that calls `step()`, or None.
+    """
+    if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
+        raise ValueError(
+            "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
+            "state in a new process and never the weights of small sub-groups. Start again and load it with "
+            "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
+        )
+
+
+# --------------------------------------------------------------------------------- checkpoints with NVMe offload
+
+
+def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """Load a DeepSpeed checkpoint completely. Use this function in place of `engine.load_checkpoint`, which loses state
+    with NVMe offload. Collective over all ranks. The function reads pickles, so load only checkpoints that you trust.
+
+    Args:
+        engine: Engine returned by `deepspeed.initialize`, with a `shardmuon.Muon` as optimizer.
+        load_dir: Folder written by `engine.save_checkpoint` on the same number of ranks.
+        tag: Tag of the checkpoint in the folder. Default: the latest checkpoint.
+        options: Options of `engine.load_checkpoint`. With NVMe offload, only `load_module_strict` and
+            `load_lr_scheduler_states` are allowed.
+
+    Returns:
+        Result of `engine.load_checkpoint`: (path, client state).
+
+    Raises:
+        ValueError: The checkpoint does not fit on some rank. The error is raised on all ranks, usually before anything
+            changes. But if only the optimizer's state does not fit, everything else has been loaded already, and
+            further steps raise errors.
+    """
+    zero3 = engine.optimizer
+    with Refused.made_public():
+        if not getattr(zero3, "swap_optimizer", False):
+            return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
+        saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
+        found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
+        zero3.checkpoint_event_prologue()
+        zero3.load_state_dict([saved] * num_ranks())  # load the state file, and read the swap files again
+        zero3.checkpoint_event_epilogue()
+        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would refuse the next step
+    return found
+
+
+def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the file with this rank's optimizer state dict, and replace the empty tensors of swapped state by zeros.
+
+    Raises:
+        ValueError: The file or the saved swap files do not fit the engine's partitions.
+    """
+    unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
+    if unknown or engine.load_universal_checkpoint():
+        raise ValueError(
+            f"with NVMe offload all of a plain checkpoint is loaded, found {unknown or 'load_universal'}: leave it out"
+        )
+    tag = tag if tag is not None else (folder / "latest").read_text().strip()
+    zero3 = engine.optimizer
+    path = Path(engine._get_zero_ckpt_name(str(folder), tag))
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False).get("optimizer_state_dict", {})
+    flats = zero3.fp32_partitioned_groups_flat
+    swapped = [_swapped_numel(flat, zero3) for flat in flats]
+    mine = [0 if numel else flat.numel() for flat, numel in zip(flats, swapped, strict=True)]
+    theirs = [flat.numel() for flat in saved.get("fp32_flat_groups", ())]
+    ranks = saved.get("partition_count")
+    if mine != theirs or ranks != zero3.partition_count:
+        raise ValueError(
+            f"{path}: saved by {ranks} ranks with sub-groups of {theirs} elements in memory (0: in files), here "
+            f"are {zero3.partition_count} ranks with {mine}. Use the same ranks, groups and offload settings"
+        )
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    copies = folder / tag / "offloaded_tensors" / f"rank{rank:02d}"
+    files = [f"{flat.ds_id}.tensor.swp" for flat, numel in zip(flats, swapped, strict=True) if numel]
+    missing = [name for name in files if not (copies / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
+            "the same model as when it was saved, in a process that has made no other engine"
+        )
+    for number, numel in enumerate(swapped):  # DeepSpeed saves swapped tensors empty, but loads only full-size ones
+        state = saved["optimizer_state_dict"]["state"].get(number, {})
+        for key, value in state.items() if numel else ():
+            if isinstance(value, Tensor) and value.shape == (0,):
+                state[key] = value.new_zeros(()).expand(numel)
+    return saved

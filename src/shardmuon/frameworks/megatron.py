@@ -499,14 +499,17 @@ class _ShardHost(_Unfinished):
         count.
 
         Raises:
-            ValueError: Steps were taken, but state that the variant needs is missing.
+            ValueError: The groups have different step counts, or steps were taken but state that the variant needs is
+                missing.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
             loaded = loaded_over(group, theirs)
             for name in group["param_names"] if group["use_muon"] and loaded.get("step") else ():
                 check_carried(name, loaded, kept.get(name, {}))
-        counts = (int(group["step"]) for group in packed if group.get("step") is not None)
+        counts = {int(group["step"]) for group in packed if group.get("step") is not None}
+        if len(counts) > 1:
+            raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Any) -> None:

@@ -1,0 +1,233 @@
+"""DeepSpeed's NVMe offload at ZeRO 3: real swap files, the real package.
+
+The tests that swap need DeepSpeed's async_io, which takes minutes to compile: `make nvme` builds and runs them. The
+others say what is refused, and run everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_job import Case, Groups, Shapes, started
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.frameworks.deepspeed import _refuse_loaded, _refuse_options, _refuse_swaps, load_checkpoint
+from shardmuon.testing import RankError, RankPool
+from shardmuon.testing.frameworks import whole_momentum
+
+swaps = pytest.mark.skipif(
+    os.environ.get("SHARDMUON_NVME") != "1" or importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed's async_io, which takes minutes to compile: make nvme",
+)
+MIB = 2**20
+
+# On two ranks "a" is swapped from exactly 1 MiB on. The sub-groups: a and b; c; d and e; emb; v and w; heads.
+# c, v, w and heads stay in memory; e is too small to be swapped but its sub-group is.
+SHAPES: Shapes = {
+    "a": (512, 1024),
+    "b": (700, 768),
+    "c": (96, 64),
+    "d": (768, 704),
+    "e": (40, 36),
+    "emb": (1100, 512),
+    "v": (37,),
+    "w": (64,),
+    "heads": (24, 16),
+}
+SWAPPED = 3
+ADAMW = ("emb", "v", "w")
+GROUPS: Groups = [
+    (("a", "b", "c"), {"lr": 0.02}),
+    (("d", "e"), {"lr": 0.01, "weight_decay": 0.2}),
+    (("emb",), {"use_muon": False, "lr": 3e-3}),
+    (("v", "w"), {"use_muon": False, "lr": 1e-3}),
+    (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
+]
+
+
+def nvme(
+    folder: Path | str,
+    offload: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    shapes: Shapes = SHAPES,
+    groups: Groups = GROUPS,
+    **options: Any,
+) -> Case:
+    """A job with swap files in a folder. `offload`: added to `offload_optimizer`; `zero`: to `zero_optimization`."""
+    device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
+    settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
+    return Case(3, zero=settings, shapes=shapes, groups=groups, **options)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with RankPool(2, timeout=200.0) as pool:
+        yield pool
+
+
+def _run(case: Case) -> None:
+    with started(case) as job:
+        for number in range(3):
+            job.step(number)
+        job.check()
+        masters = job.masters()
+        for name in case.shapes:
+            dense = job.dense.get_parameter(name)
+            assert torch.equal(masters[name], dense.detach()), name
+            kept = job.reference.state[dense]["exp_avg" if name in ADAMW else "momentum_buffer"]
+            assert torch.equal(whole_momentum(getattr(job.net, name)), kept), name
+            assert float((dense - job.start[name]).norm()) > 1e-3
+        state = {flat: of for flat, of in job.optimizer.state.items() if flat.dim() == 1 and not flat.numel()}
+        assert len(state) == SWAPPED
+        assert sum("exp_avg_sq" in of for of in state.values()) == 1  # AdamW's alone: none is made for Muon
+        assert not any(s.numel() for of in state.values() for key, s in of.items() if key != "step")
+        files = os.listdir(job.engine.optimizer.optimizer_swapper.swap_folder)
+        assert sum(name.startswith("exp_avg-") for name in files) == SWAPPED
+        assert any("gradient" in name for name in files)
+
+
+@swaps
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"dtype": "bf16"},
+        {"accumulate": 2, "offload": {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}},
+    ],
+    ids=str,
+)
+def test_swapped_weights_and_momentum_get_the_dense_update(
+    two: RankPool, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    two.run(_run, nvme(tmp_path, **changed))
+
+
+def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
+    with started(case) as job:
+        for number in range(later):
+            job.train(number)
+            if number == 2:
+                job.optimizer.param_groups[1]["lr"] = 0.005  # only the optimizer's part of a checkpoint knows it
+                job.engine.save_checkpoint(folder, tag="here")
+        return job.masters()
+
+
+def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
+    """Load after `before` steps of another training."""
+    with started(case) as job:
+        for number in range(before):
+            job.train(100 + number)
+        load_checkpoint(job.engine, folder)
+        assert {int(s["step"]) for s in job.optimizer.state.values()} == {3}
+        for number in (3, 4):
+            job.train(number)
+        assert [n for n, w in job.masters().items() if not torch.equal(w, expected[n])] == []
+
+
+@swaps
+def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    with RankPool(2, timeout=200.0) as first:
+        expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
+    arguments = nvme(tmp_path / "other"), saved, expected
+    for before in (0, 2):  # the second time there is state already
+        with RankPool(2, timeout=200.0) as fresh:
+            fresh.run(_resume, *arguments, before)
+            if before:
+                with pytest.raises(RankError, match="in a process that has made no other engine"):
+                    fresh.run(_resume, *arguments, before)
+
+
+def _loaded_by_deepspeed(case: Case, folder: str) -> None:
+    """A step after DeepSpeed's own load; steps of a job that starts where another left its files, and saves."""
+    with started(case) as job:
+        job.engine.load_checkpoint(folder, tag="here")
+        before = job.masters()
+        assert "load_checkpoint(engine, folder, tag)" in job.said()
+        assert all(torch.equal(before[n], w) for n, w in job.masters().items())
+    with started(case) as again:
+        again.train(0)
+        again.engine.save_checkpoint(folder, tag="there")
+        again.train(1)
+
+
+@swaps
+def test_a_checkpoint_loaded_by_deepspeed_alone_is_not_trained_on(two: RankPool, tmp_path: Path) -> None:
+    case = nvme(tmp_path / "swap")
+    two.run(_save, case, str(tmp_path / "saved"), 3)
+    two.run(_loaded_by_deepspeed, case, str(tmp_path / "saved"))
+
+
+def _first_step(case: Case) -> str:
+    with started(case) as job:
+        return job.said()
+
+
+@swaps
+def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) -> None:
+    """A gradient that is swapped, behind one of one element a rank that is not: DeepSpeed would lose it."""
+    shapes: Shapes = {"first": (2, 1), "large": (512, 1024)}
+    for said in two.run(_first_step, nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])):
+        assert ": large: " in said and "element 1 of its sub-group (byte 4)" in said
+
+
+# ------------------------------------------------------------------------------------------ without swap files
+
+QUARTER = MIB // 4  # elements of the smallest gradient that is swapped
+
+
+@pytest.mark.parametrize(
+    ("numels", "wrong"),
+    [
+        ((QUARTER, QUARTER), None),
+        ((QUARTER + 128, QUARTER), "p1"),
+        ((37, QUARTER - 1), None),  # too small to be swapped: it is copied
+        ((37, QUARTER), "p1"),
+        ((QUARTER, 512, 512, QUARTER), None),  # two that are wrong make a right one
+    ],
+)
+def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: str | None) -> None:
+    offsets = [0, *itertools.accumulate(numels[:-1])]
+    flat, params = torch.empty(0), [nn.Parameter(torch.ones(1)) for _ in numels]
+    zero3 = SimpleNamespace(
+        swap_optimizer=True,
+        optimizer_swapper=SimpleNamespace(min_aio_bytes=MIB, swap_element_size=4),
+        fp32_partitioned_groups_flat=[flat],
+        fp16_partitioned_groups_flat_numel=[sum(numels)],
+        _swappable_optimizer_subgroup=lambda number: True,
+        fp16_groups=[params],
+        get_param_id=id,
+        grad_position={id(p): (0, *each) for p, *each in zip(params, offsets, numels, strict=True)},
+    )
+    vars(params[0])["_z3_optimizer"] = zero3
+    words = f"^{wrong}: DeepSpeed reads its gradient .* element {offsets[-1]} .*byte {4 * offsets[-1]}.* of their own"
+    with pytest.raises(ValueError, match=words) if wrong else nullcontext():
+        _refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)])
+
+
+def test_weights_on_nvme_are_refused() -> None:
+    weight: Any = nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([weight], lr=0.1)
+    groups = [(optimizer.param_groups[0], [("w", weight)])]
+    weight.nvme_swapper = None
+    _refuse_options(optimizer.keeper, groups)
+    weight.nvme_swapper = object()
+    with pytest.raises(ValueError, match="w: offload_param to NVMe is not supported"):
+        _refuse_options(optimizer.keeper, groups)
+
+
+def test_a_checkpoint_that_only_the_engine_has_loaded_is_refused() -> None:
+    for loaded in (None, 2):
+        engine = SimpleNamespace(loaded_checkpoint_dp_world_size=loaded)
+        with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.load_checkpoint") if loaded else nullcontext():
+            _refuse_loaded(SimpleNamespace(f_locals={"self": engine}))  # type: ignore[arg-type]
