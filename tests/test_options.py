@@ -186,7 +186,7 @@ def test_hooks_run() -> None:
     saved = optimizer.state_dict()
     assert saved["extra"] == 1
     optimizer.load_state_dict(saved)
-    Host().take_over(optimizer, saved)
+    Host().load(optimizer, saved)
     assert log[:3] == [("step_pre", True), ("step_post", False), ("state_dict_pre", False)]
     assert log[3:] == [("load_state_dict_pre", False), ("load_state_dict_post", False)] * 2
 

@@ -33,8 +33,8 @@ from shardmuon.auditing.report import AuditError, AuditReport, AuditSchedule
 from shardmuon.checkpoint.state import init_missing, read_state
 from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
-from shardmuon.host import Host, Hosts, creates_state_only
+from shardmuon.errors import ExchangeError, Refused, level_of_the_caller
+from shardmuon.host import Host, Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
@@ -216,7 +216,7 @@ class Core:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
         if isinstance(error, AuditError):  # the groups that come later in this step are not updated
-            self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
+            self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
         if self.broken is not None:  # an earlier error is recorded, and the connections are closed
             return
@@ -224,7 +224,9 @@ class Core:
         alone = default_group() is None or len(component) == 1
         if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
-            self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            self.broken = (
+                f"{text}. {ExchangeError.HALF_DONE}. {ExchangeError.RELOAD if alone else ExchangeError.REMEDY}"
+            )
             if isinstance(error, ExchangeError):  # the message of such an error already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
@@ -254,7 +256,7 @@ class Core:
                 next step.
         """
         fault = Fault()
-        with made_public():
+        with Refused.made_public():
             binding = StepCall(self, fault).renewed(fault)
             if fault.text is not None:  # the error occurred after the ranks had exchanged errors
                 raise Refused(fault.text, fault.cause)
@@ -589,7 +591,7 @@ class Muon(Core, Optimizer):
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
-            if closure is None and instead is None and not self.state and creates_state_only():
+            if closure is None and instead is None and not self.state and Host.creates_state_only():
                 instead = self.complete_state
         if fault.text is not None:
             host = self.hosts.active
@@ -678,8 +680,6 @@ class Muon(Core, Optimizer):
         self.refuse_torn()
         if any(self.state.values()) and self.hosts.active is None:
             self.complete_state()
-        for host in self.hosts:
-            host.saving(self)
         saved: dict[str, Any] = super().state_dict()
         for host in self.hosts:
             host.saved(self, saved)
@@ -702,8 +702,8 @@ class Muon(Core, Optimizer):
         """
         host = self.hosts.active
         if host is not None:  # such state dicts have the host's flat parameters
-            with made_public():
-                host.load(self, lambda: host.take_over(self, state_dict))
+            with Refused.made_public():
+                host.load(self, state_dict)
             return
         state_dict = copy.copy(state_dict)  # hooks can change their argument
         for hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -418,10 +418,11 @@ class OptionsReader:
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), except
-    that `variant` is kept if the saved group has none. The state that the variant needs is then missing, which raises
-    an error. Otherwise the variant would be dropped silently."""
-    group = {**mine, **theirs}
+    """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), with two
+    exceptions. Process groups and names stay, because saved groups have no process groups, and saved names can contain
+    prefixes of wrappers such as torch.compile. `variant` stays if the saved group has none: the state that the variant
+    needs is then missing, which raises an error. Otherwise the variant would be dropped silently."""
+    group = {**mine, **theirs, **{key: mine[key] for key in (*PLACE_OPTIONS, "param_names") if key in mine}}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
     return group

@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.errors import level_of_the_caller, made_public
-from shardmuon.host import creates_state_only
+from shardmuon.errors import Refused, level_of_the_caller
+from shardmuon.host import Host
 from shardmuon_qkclip.layers import Attention, Holder
 from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
@@ -251,13 +251,13 @@ class QKClip:
     # ---------------------------------------------------------------------------------------------------- stepping
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if creates_state_only():
+        if Host.creates_state_only():
             return
         done, host = tuple[LayerLogits, ...](), self._scaler.host
         try:
             if self._is_measured:
                 if not self._has_reduced:
-                    with made_public():
+                    with Refused.made_public():
                         self._scaler.reduce(self._measure or (lambda: self._pending))
                     self._has_reduced = True
                 done = self._scaler.apply_()

@@ -42,17 +42,7 @@ from torch.optim import Optimizer
 
 from shardmuon.comm.groups import GroupRef, Lane, Ranks, group_for, my_rank, num_ranks, wire_device
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, digest_of
-from shardmuon.errors import (
-    RELOAD,
-    REMEDY,
-    ExchangeError,
-    Refused,
-    about,
-    fault_text,
-    naming,
-    ranks_text,
-    stays_itself,
-)
+from shardmuon.errors import ExchangeError, Refused, about, fault_text, ranks_text, stays_itself
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
@@ -246,7 +236,7 @@ class Scaler(TableCall[_Bound]):
     def _remember(self, text: str) -> str:
         """Make the optimizer refuse further steps, as after an error in a step. Returns the complete error message,
         which contains the reason `text`."""
-        text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
+        text = f"QK-clip was broken off: {text}. {ExchangeError.RELOAD if self._is_alone else ExchangeError.REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
         return text
@@ -408,7 +398,8 @@ def _largest(
         return flat
     group = group_for(ranks, None if hint is None else hint.live())
     flat = flat.to(wire_device(flat.device, ranks))
-    with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):
+    where = f"QK-clip: the largest logits of ranks {ranks_text(ranks)}"
+    with ExchangeError.naming(lambda: where, "Nothing was scaled here"):
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     return flat
 

@@ -31,7 +31,6 @@ import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.comm.groups import _MADE, Lane, Traffic
 from shardmuon.comm.vote import Ballot, Flag, Phase
-from shardmuon.errors import REMEDY, UNCHANGED
 from shardmuon.price.clock import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
@@ -97,7 +96,7 @@ class Case(NamedTuple):
 
 
 HALF = r"Weights and momentum may be half updated\. Start the ranks again from the last checkpoint"
-NOTHING = rf"{UNCHANGED}\. Start the ranks again from the last checkpoint"
+NOTHING = rf"{ExchangeError.UNCHANGED}\. Start the ranks again from the last checkpoint"
 _SMALL = rf"bucket \d of \d \(ranks [\d,]+: (a|b)\d+ .*\), (gather|compute|apply|finish): .*{HALF}"
 _VOTE = rf"a vote \(STEP\): rank \d, or one that it waits for, does not answer: .*{NOTHING}"
 _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
@@ -329,7 +328,7 @@ def _first_vote_fails(optimizer: Muon) -> None:
         return
     with pytest.raises(ExchangeError, match="does not answer"):
         optimizer.step()
-    assert optimizer.broken is not None and optimizer.broken.endswith(REMEDY)
+    assert optimizer.broken is not None and optimizer.broken.endswith(ExchangeError.REMEDY)
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:

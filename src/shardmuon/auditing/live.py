@@ -35,8 +35,7 @@ from shardmuon.auditing.reference import Arithmetic
 from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
 from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank
 from shardmuon.comm.vote import Fault, gather
-from shardmuon.errors import HALF_DONE, Refused, naming, ranks_text
-from shardmuon.host import Stepped
+from shardmuon.errors import ExchangeError, Refused, ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import GradientState, named_params
@@ -90,7 +89,7 @@ class StepAudit:
     """
 
     def __init__(
-        self, optimizer: Stepped, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
+        self, optimizer: Any, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
         self.samples, self._rank = samples, my_rank()
@@ -456,7 +455,7 @@ def _collect(
     if len(ranks) > 1:
         expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places) or (0,) * len(ranks)
         given = tuple(came[0].numel() if rank == target else 0 for rank in ranks)
-        with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
+        with ExchangeError.naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}"):
             came = list(Traffic().start(group_for(ranks), came[0], given, expected).wait().split(expected))
     if not is_target:
         return {}, []

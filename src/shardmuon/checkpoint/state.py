@@ -31,7 +31,7 @@ from shardmuon.layout.engines.base import named_params
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
+from shardmuon.options import ELSEWHERE, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED
 from shardmuon.step.validate import state_storage
@@ -57,7 +57,8 @@ def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing entries of a parameter's initial state, which consists of zeros. Changes `state` in place."""
+    """Add the missing entries of a parameter's initial state, which consists of zeros, and remove AdamW's state of a
+    parameter that Muon now updates, and vice versa. Changes `state` in place."""
     if not group["use_muon"]:
         init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -178,9 +179,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if "param_names" in mine:  # saved names can contain prefixes of wrappers such as torch.compile
-        kept.add("param_names")
+    kept = {"params", CARRIED}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})

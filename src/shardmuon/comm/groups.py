@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import default_group, group_named, is_alive, new_group_among, timeout_of
-from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
+from shardmuon.errors import ExchangeError, ranks_text
 
 _T = TypeVar("_T")
 
@@ -388,7 +388,9 @@ class Lane:
     def _failed(self, what: str, late: str, error: RuntimeError) -> ExchangeError:
         self.close()
         cause = str(error).rstrip(". \n")
-        return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+        return ExchangeError(
+            f"{what}: {late} does not answer: {cause}. {ExchangeError.UNCHANGED}. {ExchangeError.REMEDY}"
+        )
 
     def close(self) -> None:
         """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of

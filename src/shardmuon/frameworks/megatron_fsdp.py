@@ -28,8 +28,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.host import Host, Stepped, caller
-from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored
+from shardmuon.host import Host
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, register
 from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import Cut
 
@@ -39,23 +39,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("megatron_fsdp", "megatron")
 
 
-class MegatronFSDPCopy(Engine):
-    """Engine that raises an error for two kinds of parameters: the unsharded copies that Megatron-FSDP uses in the
-    forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
-
-    def recognizes(self, param: Tensor) -> bool:
-        own = param.__dict__
-        return "_mfsdp_parameter_group" in own or ("__fsdp_param__" in own and not is_dtensor(param))
-
-    def claim(self, param: Tensor, group: Group) -> Claim:
-        raise ValueError(
-            "it is the copy that Megatron-FSDP computes with, or of its experimental version 2, which is not "
-            "supported: make the optimizer from model.parameters() after megatron_fsdp.fully_shard_model(...), before "
-            "the first forward pass or after model.finish_grad_sync()"
-        )
-
-
-class MegatronFSDPEngine(DTensorEngine):
+class _MegatronFSDPEngine(DTensorEngine):
     """Engine for Megatron-FSDP's parameters. The attributes of a parameter, not its placements, give the position of
     the local tensor in the parameter, see [Note: Megatron-FSDP's storage]."""
 
@@ -97,7 +81,27 @@ class MegatronFSDPEngine(DTensorEngine):
         return self.storage(param).numel() == 0
 
 
-_ENGINE = MegatronFSDPEngine()
+_ENGINE = _MegatronFSDPEngine()
+register(_ENGINE)
+
+
+class _MegatronFSDPCopy(Engine):
+    """Engine that raises an error for two kinds of parameters: the unsharded copies that Megatron-FSDP uses in the
+    forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        own = param.__dict__
+        return "_mfsdp_parameter_group" in own or ("__fsdp_param__" in own and not is_dtensor(param))
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        raise ValueError(
+            "it is the copy that Megatron-FSDP computes with, or of its experimental version 2, which is not "
+            "supported: make the optimizer from model.parameters() after megatron_fsdp.fully_shard_model(...), before "
+            "the first forward pass or after model.finish_grad_sync()"
+        )
+
+
+register(_MegatronFSDPCopy())  # tried before `_ENGINE`, because version 2 has DTensors
 
 
 # ---------------------------------------------------------------------------------------------- position of storage
@@ -135,8 +139,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
 
 
 def _first_row(param: Any) -> int:
-    """Return the index of the first row of the tensor-parallel shard that this rank stores. It is computed from the
-    parameter's attribute `megatron_fsdp_slice`."""
+    """Compute the index of the first row of the tensor-parallel shard that this rank stores, from the parameter's
+    attribute `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -156,8 +160,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 def _uncounted(param: Any) -> str | None:
     """Return the reason, for an error message, why a gradient norm over all ranks would count a parameter several
-    times: the parameter's mesh lacks some of the ranks that store the parameter. Returns None if the mesh lists all of
-        them."""
+    times: the parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh lists all of
+    these ranks."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -183,7 +187,7 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # does not use `storage`: a reference cycle
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # `storage` here would make a reference cycle
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
@@ -196,30 +200,30 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 # ------------------------------------------------------------------------------------------------------ wrapping
 
 
-class MegatronFSDPHost(Host):
+class _MegatronFSDPHost(Host):
     """Integration with the functions of Megatron-FSDP that wrap an optimizer. After wrapping, steps are the same as in
     a plain training loop."""
 
     packages = _PACKAGES
 
     def adding(self) -> None:
-        if caller("fully_shard", *_PACKAGES) is not None:
+        if self.caller("fully_shard", *_PACKAGES) is not None:
             raise ValueError(
                 "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes "
                 "to Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
                 "Muon(model, lr=...), then fully_shard_optimizer(optimizer)"
             )
 
-    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Replace the step that `fully_shard_optimizer` takes only to create state. The function sets all gradients to
         zero but does not change lr, so an ordinary step would decay weights and increase the step count.
 
         The caller identifies this step, because the caller is the same on every rank. Zero gradients would not identify
         it reliably, because real gradients can be zero on some rank.
         """
-        return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
+        return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
-    def saving(self, core: Stepped) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
         these offsets instead of the placements. Only state tensors with the placements of their Megatron-FSDP parameter
         get offsets.
@@ -234,3 +238,6 @@ class MegatronFSDPHost(Host):
                     offsets[0] = row
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
+
+
+_MegatronFSDPHost.register()

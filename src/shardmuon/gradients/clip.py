@@ -36,7 +36,7 @@ from shardmuon import texts
 from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
-from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_public, stays_itself
+from shardmuon.errors import ExchangeError, Refused, about, fault_text, stays_itself
 from shardmuon.host import Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
@@ -107,7 +107,7 @@ def clip_grad_norm_(
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
     call = _Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
-    with made_public(), _or_dropped(listed):
+    with Refused.made_public(), _or_dropped(listed):
         total = call.norm()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(

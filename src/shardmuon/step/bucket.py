@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
 from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
-from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
+from shardmuon.errors import ExchangeError, ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import FiniteWatch, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
@@ -209,7 +209,7 @@ class Buckets:
             except Exception as error:
                 if not self.moves:
                     raise
-                raise named(error, f"{bound}, {turn}", HALF_DONE) from error
+                raise ExchangeError.of(error, f"{bound}, {turn}") from error
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:

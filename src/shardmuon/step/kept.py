@@ -10,7 +10,7 @@ format cannot contain it. See [Note: what a stage keeps] in variants.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -31,18 +31,14 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
         group[CARRIED] = {name: kept for name, kept in found.items() if kept}
 
 
-def carry_by_position(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups
-    saved: Mapping[str, Any],  # the optimizer's state dict, changed in place
-    carries: Callable[[Tensor], bool] = lambda param: True,
-) -> None:
+def carry_by_position(saved: Mapping[str, Any]) -> None:
     """Move stage state from the state of a state dict to the groups of the state dict, keyed by the parameter's
-    position in its group. `carries` selects the parameters."""
+    position in its group. Changes the state dict in place."""
     state = saved["state"]
-    for group, packed in zip(groups, saved["param_groups"], strict=True):
+    for packed in saved["param_groups"]:
         states: dict[str, Mapping[str, Any]] = {}
-        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
-            if carries(param) and key in state:
+        for position, key in enumerate(packed["params"]):
+            if key in state:
                 states[str(position)] = state[key]
                 state[key] = {k: v for k, v in state[key].items() if k not in KEPT_KEYS}
         carry(packed, states)

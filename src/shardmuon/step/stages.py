@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
 from shardmuon.comm.groups import Ranks, Traffic, group_for, wire_device
-from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
+from shardmuon.errors import ExchangeError, level_of_the_caller, ranks_text
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
@@ -193,10 +193,12 @@ def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch
     Raises:
         ExchangeError: A rank of a set with several ranks died, hung or failed. The message names the set.
     """
-    when, damage = ("after the update", HALF_DONE) if watch is None else ("before the update", UNCHANGED)
+    when, damage = "before the update", ExchangeError.UNCHANGED
+    if watch is None:
+        when, damage = "after the update", ExchangeError.HALF_DONE
     for one in sets:
         where = partial("norms of weights {} ({})".format, when, one.text)
-        with nullcontext() if len(one.ranks) == 1 else naming(where, damage):
+        with nullcontext() if len(one.ranks) == 1 else ExchangeError.naming(where, damage):
             squares = _summed(one.squares(work), one.ranks, traffic)
             if watch is None:
                 one.finish(squares, work)

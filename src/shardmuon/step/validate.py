@@ -22,7 +22,6 @@ from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import about, ranks_text
-from shardmuon.host import Stepped
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.layout.mesh import same_storage
@@ -125,7 +124,7 @@ class Proposal(Work):
         return f"ranks {ranks_text(ranks)} are about to do different things"
 
 
-def validate(binding: Binding, core: Stepped, options: Sequence[Settings | None]) -> Proposal:
+def validate(binding: Binding, core: Any, options: Sequence[Settings | None]) -> Proposal:
     """Read gradients and state, and return the step that this rank takes if all ranks agree. `options` has the settings
     of each of the optimizer's groups; None for a group that AdamW updates.
 
@@ -163,7 +162,7 @@ def _glance(
     numbers: Sequence[int],
     members: Sequence[Member],
     of_group: Settings,
-    core: Stepped,
+    core: Any,
 ) -> None:
     """Take the fast path: fill in the proposal for those parameters of a group that have a gradient and no state but
     momentum. Do nothing if any of these gradients or momenta has another layout than its parameter."""
@@ -187,7 +186,7 @@ def _glance(
             found.states[number], found.said[number], found.kinds[number] = GradientState.READY, said, kind
 
 
-def _look(found: Proposal, number: int, binding: Binding, core: Stepped) -> str:
+def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
     """Take the slow path: check one parameter, and fill in the proposal for this parameter. Return a string of its
     dtypes and state, which must be equal on all ranks that share the parameter."""
     member, keeper, stages = binding.members[number], core.keeper, found.settings[number].stages
@@ -219,7 +218,7 @@ def _look(found: Proposal, number: int, binding: Binding, core: Stepped) -> str:
     return text
 
 
-def _make(found: Proposal, number: int, binding: Binding, core: Stepped, grad: Tensor) -> None:
+def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tensor) -> None:
     """Create or convert the state that a parameter needs for its group's options, and record it in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], core.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
