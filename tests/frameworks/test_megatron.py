@@ -459,6 +459,21 @@ def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
     world2.run(_begin_from_zeros, tmp_path, kind)
 
 
+def _unlike_counts() -> None:
+    with megatron():
+        made = job({})
+        made.train(0)
+        saved = copy.deepcopy(made.muons[0].state_dict())
+        saved["param_groups"][-1]["step"] += 1
+        with pytest.raises(ValueError, match=r"groups have taken \[1, 2\] steps"):
+            made.muons[0].load_state_dict(saved)
+
+
+@needs_megatron
+def test_groups_with_unlike_step_counts_are_refused_on_every_rank(world2: RankPool) -> None:
+    world2.run(_unlike_counts)
+
+
 # --------------------------------------------------------------------------------------------- all or nothing
 
 
