@@ -23,7 +23,7 @@ from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.plan import Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import Program
 
 # of 1,024 shards those of 1,408 rows leave 320 ranks empty
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (1408, 4096), (4096, 1408))
@@ -61,12 +61,12 @@ def measure(mesh: Ints, num: int, policy: Policy, rounds: int) -> dict[str, Any]
         assert plan.digests
         began.append(time.perf_counter())
         for bucket in plan.buckets:
-            make_program(plan, bucket, 0)
+            Program.of(plan, bucket, 0)
         began.append(time.perf_counter())
         for phase, (first, last) in zip(PHASES, itertools.pairwise(began), strict=True):
             seconds[phase].append(last - first)
     copies = Counter(
-        len(make_program(plan, bucket, owner).gather.copies)
+        len(Program.of(plan, bucket, owner).gather.copies)
         for bucket in plan.buckets
         for owner in {plan.items[n].owners[0] for n in bucket.items}
     )

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon
 from shardmuon.testing import RankPool
-from shardmuon.testing.layouts import LAYOUTS, mesh_kind, meshes_on
+from shardmuon.testing.layouts import LAYOUTS, meshes_on
 from shardmuon_qkclip import QKClip
 
 PLAIN, AGAIN = "plain", "plain, again"
@@ -69,7 +69,7 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]
-    full = {f"w{i}": t.to(mesh_kind()) for i, t in enumerate(drawn)}
+    full = {f"w{i}": t for i, t in enumerate(drawn)}
     params = [nn.Parameter(t) for t in case.build(full, case.mesh(world)).values()]
     for p, g in zip(params, case.build(full, case.mesh(world)).values(), strict=True):
         p.grad = g

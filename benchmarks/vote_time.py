@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = tuple(range(dist.get_world_size()))
-    ballot = Ballot(Phase.STEP, digests={ranks: b"12345678"}, presence=1, num_bits=64)
+    ballot = Ballot(Phase.STEP, digests={ranks: b"12345678"}, presence=1)
     message = torch.zeros(64, dtype=torch.uint8)
     contenders = {
         "vote": lambda: vote(ballot, ranks),

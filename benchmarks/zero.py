@@ -22,12 +22,12 @@ from unittest import mock
 import common
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing import RankPool
-from shardmuon.testing.frameworks import GivenGradients, start_deepspeed
+from shardmuon.testing.frameworks import ZeroRun
 from shardmuon.testing.pool import RankException
 
 SIZE, NUM, LR = 512, 6, 0.02
@@ -61,16 +61,28 @@ class _Peak:
         return 1024 * int(line.split()[1])
 
 
+class _Sum(nn.Module):
+    """The sum of all weights times given factors, whose gradients are the factors."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, factors: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(self.get_parameter(name) * factor).sum() for name, factor in factors.items()]).sum()
+
+
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
     """Steps on this rank: seconds, error of the first update, Newton-Schulz runs, bytes of state."""
     rank, world = dist.get_rank(), dist.get_world_size()
     warnings.simplefilter("ignore")
-    deepspeed = start_deepspeed()
+    deepspeed = ZeroRun.start_deepspeed()
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.utils import safe_get_full_fp32_param
 
     generator = torch.Generator().manual_seed(0)
-    net = GivenGradients({n: 0.05 * torch.randn(s, generator=generator) for n, s in SHAPES.items()})
+    net = _Sum({n: 0.05 * torch.randn(s, generator=generator) for n, s in SHAPES.items()})
     start = {n: p.detach().clone() for n, p in net.named_parameters()}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9}
     config["zero_optimization"] = {"stage": stage}

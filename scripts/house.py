@@ -367,17 +367,15 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
     """Bytes that a rank sends in a step, largest over mean, of `num` matrices placed in these ways by turns."""
     from simulated import spec
 
-    from shardmuon.layout.mesh import reading
+    from shardmuon.layout.mesh import OnMesh
     from shardmuon.layout.pieces import ParamLayout
     from shardmuon.layout.views import matrix_view
     from shardmuon.plan.plan import Policy
     from shardmuon.plan.planner import make_plan
 
     view, ranks = matrix_view((16, 32)), tuple(range(math.prod(mesh)))
-    layouts = [
-        ParamLayout(view, ranks, tuple(held for held, _ in reading(view.shape, mesh, tuple(placements))))
-        for placements in ways
-    ]
+    readings = [OnMesh(mesh, ranks, tuple(placements)).reading(view.shape) for placements in ways]
+    layouts = [ParamLayout(view, ranks, tuple(held for held, _ in found.values())) for found in readings]
     plan = make_plan([spec(f"p{i}", layouts[i % len(layouts)]) for i in range(num)], Policy())
     sent = [sum(bytes_sent(plan, bucket, rank) for bucket in plan.buckets if rank in bucket.ranks) for rank in ranks]
     return max(sent) / statistics.mean(sent)
@@ -385,9 +383,9 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
 
 def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
     """Bytes of one rank for one bucket: tiles to owners, results back, and results to other replicas."""
-    from shardmuon.plan.program import make_program
+    from shardmuon.plan.program import Program
 
-    program = make_program(plan, bucket, rank)
+    program = Program.of(plan, bucket, rank)
     relayed = program.relay.sent if program.relay is not None else ()
     elements: int = sum(program.gather.sent) + sum(program.scatter.sent) + sum(relayed)
     return elements * int(bucket.itemsize)

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 
 # This process uses one thread, like the ranks, because some tests compare its results with those of the ranks bit for
 # bit.
@@ -214,7 +214,7 @@ def _on_ranks(item: pytest.Item) -> bool:
     """Return True if the test starts ranks, either itself or through a fixture such as `world2`."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
     pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
-    return any(pools) or not {"get_pool", "compared"}.isdisjoint(called)
+    return any(pools) or not {"cached", "compared"}.isdisjoint(called)
 
 
 def _fixtures(item: pytest.Item) -> Sequence[str]:
@@ -249,5 +249,5 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
 # All tests share these pools. `get_pool` starts a pool once and then reuses it, unless pools of several other sizes
 # have been used since.
 world2, world3, world4, world8 = (
-    pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: get_pool(num)) for num in (2, 3, 4, 8)
+    pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

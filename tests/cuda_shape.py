@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardmuon.comm import vote
-from shardmuon.comm.groups import Ranks, my_rank
+from shardmuon.comm.groups import Lane, Ranks, my_rank
 from shardmuon.layout.engines.base import Ties
 
 CUDA = torch.device("cuda:0")
@@ -157,7 +157,7 @@ class CudaShape(TorchDispatchMode):
         enter(mock.patch.object(torch.cuda.tunable, "is_enabled", return_value=False))
         enter(mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"))
         if self._ranks > 1:
-            enter(mock.patch.object(vote, "lane_of", _Mirror))
+            enter(mock.patch.object(Lane, "over", _Mirror))
             dist.init_process_group("fake", rank=0, world_size=self._ranks, store=FakeStore())
             self._patches.callback(dist.destroy_process_group)
         return super().__enter__()
@@ -307,8 +307,8 @@ def _said_by(rank: int, said: Any) -> Any:
     if isinstance(said, dict) and all(isinstance(entry, vote._Entry) for entry in said.values()):
         return {rank: _said_by(rank, said[my_rank()])}
     if isinstance(said, vote._Entry):
-        ties = tuple(Ties((rank,), tie.mates) for tie in said.facts.ties)
-        return said._replace(facts=said.facts._replace(ties=ties))
+        ties, *others = said.facts
+        return said._replace(facts=(tuple(Ties((rank,), tie.mates) for tie in ties), *others))
     return said
 
 

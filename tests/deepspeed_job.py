@@ -26,8 +26,7 @@ from tolerances import assert_near, sum_roundoff
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.frameworks.deepspeed import DeepSpeedHost
-from shardmuon.testing.frameworks import initialize, start_deepspeed, whole_momentum, whole_weight
+from shardmuon.testing.frameworks import ZeroRun
 
 Shapes = dict[str, tuple[int, ...]]
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]  # parameter names and options of each group
@@ -65,7 +64,7 @@ def quiet() -> Iterator[Any]:
     disabled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        deepspeed = start_deepspeed()
+        deepspeed = ZeroRun.start_deepspeed()
         import_deepspeed()
         warnings.simplefilter("ignore")
         yield deepspeed
@@ -213,7 +212,7 @@ class Job:
             # in this way.
             for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
-        self.engine = initialize(self.net, self.optimizer, case.written())
+        self.engine = ZeroRun.initialize(self.net, self.optimizer, case.written())
         self.start = {n: p.detach().clone() for n, p in self.dense.named_parameters()}
 
     def _groups(self, net: nn.Module, options: dict[str, Any], named: bool) -> list[dict[str, Any]]:
@@ -251,7 +250,7 @@ class Job:
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()
             if self.case.clip:
-                handed_over = 2 * whole_momentum(getattr(self.net, name))
+                handed_over = 2 * ZeroRun.whole_momentum(getattr(self.net, name))
                 factor = self.case.clip / float(self.engine.get_global_grad_norm())
                 assert_near(handed_over, factor * grad, bound, name)
                 grad = handed_over
@@ -259,9 +258,8 @@ class Job:
         self.reference.step()
 
     def masters(self) -> dict[str, Tensor]:
-        """Return DeepSpeed's fp32 master weights. The result is wrong with round_robin_gradients, because the DeepSpeed
-        function that reads the weights does not support it."""
-        return {n: whole_weight(getattr(self.net, n)) for n in self.trained}
+        """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
+        return {n: ZeroRun.whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's weights and, for half-precision weights, also the fp32 master weights. Collective at ZeRO
@@ -282,8 +280,8 @@ class Job:
         assert [n for n, (of, w) in now.items() if of in dense and not torch.equal(w, dense[of].to(w.dtype))] == []
 
     @property
-    def host(self) -> DeepSpeedHost:
-        return next(one for one in self.optimizer.hosts if isinstance(one, DeepSpeedHost))
+    def host(self) -> Any:
+        return next(one for one in self.optimizer.hosts if one.packages == ("deepspeed",))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import _NEAREST, Stream, _round_by, decode, encode, scale_shape
 from shardmuon.options import MuonConfig, Settings
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Policy
 from shardmuon.step.update import Rounding
 from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping, scaled_, stages_of
@@ -57,19 +57,17 @@ class DenseMuon:
     """Dense Muon, which steps full tensors one matrix at a time.
 
     Args:
-        weights: One weight for each group.
-        groups: Groups like `Muon.param_groups`, each with a single parameter.
-        chooser: Chooses how each matrix is orthogonalized.
-        config: How momentum and weights are stored.
-        wire: Dtype in which matrices and results are sent if matmuls are not in half precision. Matrices of fp64
-            weights are always sent in fp64.
+        weights: One for each group.
+        groups: As `Muon.param_groups`, of one parameter each.
+        config: Says how each matrix is orthogonalized, and how momentum and weights are stored.
+        wire: Dtype in which matrices come and results go where products are not in half precision; fp64 for fp64
+            weights.
     """
 
     def __init__(
         self,
         weights: Sequence[Tensor],
         groups: Sequence[Mapping[str, Any]],
-        chooser: Chooser,
         config: MuonConfig | None = None,
         wire: torch.dtype = torch.float32,
     ) -> None:
@@ -78,7 +76,6 @@ class DenseMuon:
                 f"w{number}",
                 weight.clone(),
                 group,
-                chooser,
                 config or MuonConfig(),
                 torch.float64 if weight.dtype == torch.float64 else wire,
             )
@@ -104,7 +101,6 @@ class _Param:
         name: str,
         weight: Tensor,
         group: Mapping[str, Any],
-        chooser: Chooser,
         config: MuonConfig,
         wire: torch.dtype,
     ) -> None:
@@ -112,8 +108,8 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims that index rows
-        self._name, self._chooser, self._storage, self._wire = name, chooser, config, wire
+        self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
+        self._name, self._config, self._wire = name, config, wire
         self._steps = 0
 
     def step(self, grad: Tensor, group: Mapping[str, Any]) -> None:
@@ -128,7 +124,7 @@ class _Param:
         decay, cautious = group["weight_decay"], "cautious" in (group["variant"] or "")
         fed = self._momentum(grad, group["momentum"], group["nesterov"]).flatten()
         moved = self.weight.to(torch.float32 if self.weight.dtype in HALVES else self.weight.dtype, copy=True).flatten()
-        like_torch = self._chooser.method == "torch" and not cautious and not self._rounds_weights
+        like_torch = self._config.method == "torch" and not cautious and not self._rounds_weights
         if like_torch:
             moved = self.weight.flatten().clone()
         for number, at in enumerate(self._elements):
@@ -149,7 +145,7 @@ class _Param:
     def _orthogonalized(self, x: Tensor, number: int, group: Mapping[str, Any], stages: Sequence[Any]) -> Tensor:
         """Return the orthogonalized matrix, rounded to the dtype in which results are sent."""
         coefficients = Settings.of(group).coefficients
-        choice = self._chooser.choice(*x.shape, coefficients, CPU)
+        choice = Choice.made(self._config.method, self._config.ns_dtype, (len(x), x.shape[1]), coefficients, CPU)
         narrow = choice.dtype in HALVES or choice.method == "torch"
         wire = torch.bfloat16 if narrow and self._wire != torch.float64 else self._wire
         x = x.to(wire, copy=True).unsqueeze(0)
@@ -184,8 +180,8 @@ class _Param:
         return found.view(self.weight.shape)
 
     def _momentum(self, grad: Tensor, momentum: float, nesterov: bool) -> Tensor:
-        """Update the momentum, and return the matrix to orthogonalize."""
-        asked, rows = self._storage.momentum_dtype, self._num_rows
+        """Update it; returns what is to be orthogonalized."""
+        asked, rows = self._config.momentum_dtype, self._num_rows
         dtype = torch.float32 if asked == "int8" else asked or grad.dtype
         rounded = asked in (torch.bfloat16, "int8")
         if "momentum_buffer" not in self.state:
@@ -213,7 +209,7 @@ class _Param:
 
     @property
     def _rounds_weights(self) -> bool:
-        return self._storage.stochastic_rounding and self.weight.dtype == torch.bfloat16
+        return self._config.stochastic_rounding and self.weight.dtype == torch.bfloat16
 
     def _rounded(self, moved: Tensor) -> Tensor:
         if self._rounds_weights:
@@ -244,14 +240,14 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
 class Stores:
     """Momentum of several parameters as simulated ranks store it, and the step count of each parameter."""
 
-    def __init__(self, storage: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
-        self._storage, self._layouts = storage, layouts
+    def __init__(self, config: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
+        self._config, self._layouts = config, layouts
         self.counts = [0] * len(layouts)
         self.momenta: list[dict[int, Tensor]] = []
         self.scales: list[dict[int, Tensor]] = []
         for layout, grad in zip(layouts, grads, strict=True):
-            dtype = torch.int8 if storage.momentum_dtype == "int8" else storage.momentum_dtype or grad.dtype
-            place, cuts = storage.momentum_device or grad.device, cut(layout, grad)
+            dtype = torch.int8 if config.momentum_dtype == "int8" else config.momentum_dtype or grad.dtype
+            place, cuts = config.momentum_device or grad.device, cut(layout, grad)
             rows = layout.view.num_row_dims
             self.momenta.append({r: torch.zeros(c.shape, dtype=dtype, device=place) for r, c in cuts.items()})
             if dtype == torch.int8:
@@ -264,12 +260,12 @@ class Stores:
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
         ]
-        rounds = self._storage.momentum_dtype in (torch.bfloat16, "int8")
+        rounds = self._config.momentum_dtype in (torch.bfloat16, "int8")
 
         def of_rank(rank: int) -> Mapping[int, Rounding]:
             found = {}
             for i, (momentum, of_weights) in enumerate(drawn):
-                halves = self._storage.stochastic_rounding and weights[i] == torch.bfloat16
+                halves = self._config.stochastic_rounding and weights[i] == torch.bfloat16
                 scales = self.scales[i].get(rank) if self.scales else None
                 found[i] = Rounding(momentum if rounds else None, scales, of_weights if halves else None)
             return found
@@ -316,11 +312,11 @@ def assert_like_the_formula(
         for i, ((name, _), p) in enumerate(zip(made, params, strict=True))
     ]
     optimizer = Muon(groups, lr=0.05, **whole_options)
-    chooser, layouts = Chooser(config.method, config.ns_dtype), [LAYOUTS[layout](view) for _, view in made]
+    layouts = [LAYOUTS[layout](view) for _, view in made]
     wire = torch.float64 if config.ns_dtype == torch.float64 else torch.float32
-    dense = DenseMuon([p.detach().cpu() for p in params], optimizer.param_groups, chooser, config, wire)
+    dense = DenseMuon([p.detach().cpu() for p in params], optimizer.param_groups, config, wire)
     wide = [i for i, kind in enumerate(kinds) if kind[0] == torch.float64]
-    plan = planned(layouts, optimizer.param_groups, chooser, policy, device=at, wide=wide)
+    plan = planned(layouts, optimizer.param_groups, config, policy, device=at, wide=wide)
     ranks = SimulatedRanks(plan, [p.detach() for p in params], at)
     kept = Stores(config, layouts, [torch.zeros_like(p, dtype=kind[1]) for p, kind in zip(params, kinds, strict=True)])
     ranks.momenta, gone = kept.momenta, {0: (3, 8), 1: (0, 5)}

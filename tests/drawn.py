@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 from simulated import layout_of
 
-from shardmuon.layout.mesh import Shard, reading
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import Box, FlatRange, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, matrix_view
 
@@ -98,8 +98,9 @@ def mesh_layouts(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> Pa
         if placement is not None and draw(st.booleans()):
             later = [mesh[a] for a in range(axis + 1, len(mesh)) if placements[a] == placement]
             placements[axis] = Shard(placement.dim, math.prod(later) if later else draw(st.sampled_from([1, 2, 3])))
-    held, _ = zip(*reading(view.shape, mesh, tuple(placements)), strict=True)
-    return ParamLayout(view, tuple(range(math.prod(mesh))), held)
+    ranks = tuple(range(math.prod(mesh)))
+    held, _ = zip(*OnMesh(mesh, ranks, tuple(placements)).reading(view.shape).values(), strict=True)
+    return ParamLayout(view, ranks, held)
 
 
 @st.composite

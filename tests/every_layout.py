@@ -14,16 +14,14 @@ from simulated import SHARING, by_rates
 from torch import Tensor
 
 from shardmuon import Muon
-from shardmuon.comm import groups as exchange_module
 from shardmuon.comm.groups import Pending, Ranks, Traffic
-from shardmuon.foresight.counting import count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan
 from shardmuon.price.machines import Machine
-from shardmuon.step import bucket
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool
 
 # Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
 # rates of SHARING, results reach the other replicas in a second exchange.
@@ -48,11 +46,10 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Number of exchanges, number of bytes sent and number of matrices, as counted by `count_plan`.
-        sides: Bytes sent and bytes received. Each is a pair of the bytes within a node and the bytes between nodes,
-            where two nodes have half of the ranks each.
-        messages: Number of messages to other ranks in all exchanges.
-        digests: Digests of the plan in hex, keyed by rank set.
+        counted: Exchanges, bytes sent and matrices by `BucketCount.of_plan`.
+        sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
+        messages: To other ranks, of all exchanges.
+        digests: Of the plan, by set of ranks, in hex.
     """
 
     counted: tuple[int, int, int]
@@ -64,7 +61,7 @@ class Planned:
 def planned(optimizer: Muon) -> Planned:
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
-    buckets = count_plan(plan, lambda other: other // node)[rank]
+    buckets = BucketCount.of_plan(plan, lambda other: other // node)[rank]
     sent, received = (
         [sum(getattr(side, key) for b in buckets for side in getattr(b, way)) for key in ("inside", "across")]
         for way in ("sent", "received")
@@ -94,12 +91,9 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Return the comparisons of a layout on each rank, keyed by the name of the reference.
-
-    One reference is "dense", Muon in a single process. On 4 ranks, and for every third layout on 2 ranks, another
-    reference is torch.optim.Muon. For "dense", `about` has the plan and the number of messages to other ranks per step.
-    """
-    return get_pool(world).run(_comparisons, layout)
+    """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
+    ranks there were in a step, and torch's Muon: at 4 ranks, and for every third layout at 2."""
+    return RankPool.cached(world).run(_comparisons, layout)
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
@@ -112,21 +106,21 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()
+    start_exchange = Traffic.start
 
-    def start(group: Any, traffic: Traffic, send: Tensor, splits: tuple[int, ...], came: tuple[int, ...]) -> Pending:
+    def start(traffic: Traffic, group: Any, send: Tensor, splits: tuple[int, ...], came: tuple[int, ...]) -> Pending:
         own = dist.get_group_rank(group, dist.get_rank())
         sent.append(sum(size > 0 for to, size in enumerate(splits) if to != own))
-        return exchange_module.start(group, traffic, send, splits, came)
+        return start_exchange(traffic, group, send, splits, came)
 
     def about(optimizer: Muon) -> tuple[Planned, float]:
         return planned(optimizer), sum(sent) / steps
 
-    with mock.patch.object(bucket, "start", start), by_rates(rates):
-        dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
+    with mock.patch.object(Traffic, "start", start), by_rates(rates):
+        dense = Comparison.with_dense(layout, weight_decay=0.1, steps=steps, **exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:
-        found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    # bf16 weights have the same plans as fp32 weights, so comparing every third layout is enough.
-    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
-        found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
+        found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
+    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
+        found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

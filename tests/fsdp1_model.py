@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Muon
-from shardmuon.testing.frameworks import quiet, wrap
+from shardmuon.testing.frameworks import Fsdp1Run, quiet
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 
@@ -61,7 +61,7 @@ def tied() -> Tied:
 
 
 def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
-    return wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}), **options)
+    return Fsdp1Run.wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}), **options)
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:

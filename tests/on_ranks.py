@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardmuon.testing import get_pool
+from shardmuon.testing import RankPool
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
@@ -23,7 +23,7 @@ def on_ranks(num_ranks: int) -> Callable[[_Test], _Test]:
             if dist.is_initialized():
                 test(*args, **given)
             else:
-                get_pool(num_ranks).run(run, *args, **given)
+                RankPool.cached(num_ranks).run(run, *args, **given)
 
         return run  # type: ignore[return-value]
 

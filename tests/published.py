@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardmuon.foresight import Hardware, count, plan
+from shardmuon.foresight import Hardware, plan
 from shardmuon.foresight.hardware import Rates
 from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
@@ -16,6 +16,7 @@ from shardmuon.orthogonalize import flops
 from shardmuon.orthogonalize.schedules import schedule
 
 Interval = tuple[float, float]
+_GPU = torch.device("cuda")
 KELLER = schedule("keller", None).triples
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -44,7 +45,7 @@ def _standard(exact: Exact) -> float:
     """Return the FLOPs of one plain Newton-Schulz orthogonalization per matrix, which is how published figures count
     them."""
     found = ((c.count, m) for c in exact.classes for bucket in c.buckets for m in bucket.matrices)
-    return sum(count * m.num * sum(flops("standard", m.rows, m.cols, KELLER, torch.bfloat16)) for count, m in found)
+    return sum(count * m.num * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16, _GPU) for count, m in found)
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
@@ -52,7 +53,7 @@ def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops:
     Muon's published share of the FLOPs. The time of forward and backward is derived from the published rate in
     FLOP/s."""
     hardware = Hardware.load(gpu)
-    exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
+    exact = Exact.of_job(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
     whole = tokens * exact.tokens_flops / (exact.world * model_flops)
     price = Price.of(exact, hardware)
@@ -66,27 +67,26 @@ def _overhead(mesh: str, tokens: float) -> Interval:
 
 
 def one_b_8_b200() -> Interval:
-    step = Price.of(count(build(ONE_B), "shard=8"), Hardware.load("b200")).step
+    step = Price.of(Exact.of_job(build(ONE_B), "shard=8"), Hardware.load("b200")).step
     return step.lo, step.hi
 
 
 def newton_schulz_on_h100() -> Interval:
-    work = sum(flops("standard", 2560, 2560, KELLER, torch.bfloat16))
+    work = flops("standard", 2560, 2560, KELLER, torch.bfloat16, _GPU)
     best, _, worst = Rates(Hardware.load("h100")).product(2560, 2560, "standard bfloat16", 64, work)
     return 64 * work / worst, 64 * work / best
 
 
 def qwen25_3b_memory() -> Interval:
-    exact = count(build(QWEN_3B), "dp=8", engine="zero")
-    # Muon stores one fp32 moment, and AdamW stores two.
-    saved = [4 * c.muon_elements / 2**30 for c in exact.classes]
+    exact = Exact.of_job(build(QWEN_3B), "dp=8", engine="zero")
+    saved = [4 * c.muon_elements / 2**30 for c in exact.classes]  # of two moments in fp32 one is left
     return min(saved), max(saved)
 
 
 def gram_over_standard(rows: int, cols: int) -> Interval:
     hardware, times = Hardware.load("a100"), []
     for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
-        work = sum(flops(method, rows, cols, KELLER, dtype))
+        work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
     # Both methods reach the same fraction of the peak rate, so the ends of the two intervals are divided pairwise.
@@ -97,12 +97,12 @@ def extra_flops() -> Interval:
     """Return Muon's FLOPs for a square matrix of side d, as a fraction of the 6 N B FLOPs of training on B tokens. N is
     the number of elements. The result is in units of d / B."""
     d = 4096
-    found = sum(flops("standard", d, d, KELLER, torch.bfloat16)) / (6 * d * d) / d
+    found = flops("standard", d, d, KELLER, torch.bfloat16, _GPU) / (6 * d * d) / d
     return found, found
 
 
 def torchtitan_tokens() -> Interval:
-    exact = count("llama3-8b", "shard=8")
+    exact = Exact.of_job("llama3-8b", "shard=8")
     hardware, tokens = Hardware.load("h100"), 8 * 8192.0
     price = Price.of(exact, hardware, tokens=tokens)
     whole, adamw = price.training, price.adamw

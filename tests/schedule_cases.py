@@ -6,9 +6,13 @@ docs/orthogonalization.md.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
 
 
 class ScheduleCase(NamedTuple):
@@ -44,8 +48,21 @@ CASES = {
 }
 
 
+def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
+    """The smallest and the largest result for singular values from `s_min` to 1."""
+    ends = ((s_min, 1.0), (math.log(s_min), 0.0))
+    even, of_logs = (torch.linspace(*of, 200_001, dtype=torch.float64) for of in ends)
+    out = schedule(torch.cat([even, of_logs.exp()]))
+    return float(out.min()), float(out.max())
+
+
+def slope(schedule: Any) -> float:
+    """The factor by which the smallest singular values grow: the product of all coefficients a."""
+    return math.prod(a for a, _, _ in schedule.triples)
+
+
 def _print(name: str) -> None:
-    import torch
+    """The rows of a schedule."""
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum
     from tolerances import steps_written_out
@@ -54,15 +71,15 @@ def _print(name: str) -> None:
     from shardmuon.orthogonalize.schedules import schedule
 
     new = schedule(name)
-    low, high = new.band()
+    low, high = band(new, 0.01)
     pairs = [(steps_written_out(x := spectrum(*of), new.triples), polar_factor(x)) for of in SPECTRA]
     errors = tuple(float(f"{1.005 * float((y - polar).norm() / polar.norm()):.3g}") for y, polar in pairs)
     restarts = tuple(len(_plan_restarts(new.triples, d)) for d in (torch.float16, torch.float32))
-    case = ScheduleCase((round(low, 2), round(high, 2)), round(new.slope), errors, restarts)  # type: ignore[arg-type]
+    case = ScheduleCase((round(low, 2), round(high, 2)), round(slope(new)), errors, restarts)  # type: ignore[arg-type]
     forms = [f"{worst_error(new.triples, torch.float32, form):.0e}" for form in ("standard", "gram")]
     rows = (
         f'    ("{name}", {len(new.triples)}): ScheduleCase{tuple(case)!r},',
-        f"| `{name}` | {len(new.triples)} | {low:.3f} .. {high:.3f} | {round(new.slope):,} | {new.source} |",
+        f"| `{name}` | {len(new.triples)} | {low:.3f} .. {high:.3f} | {round(slope(new)):,} | {new.source} |",
         f"| `{name}` | {forms[0]} | {forms[1]} |",
     )
     for row in rows:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +18,11 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.options import Settings
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import Program
 from shardmuon.price.machines import MACHINES, Machine
-from shardmuon.step import binding
 from shardmuon.step.binding import make_spec
 from shardmuon.step.bucket import Bound
 from shardmuon.step.stages import WeightSet, ZeroWatch
@@ -34,9 +31,8 @@ from shardmuon.variants import Stage, Stages
 
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# The network is extremely slow between pairs of ranks on PAIRS, and between single ranks on APART, so that each replica
-# orthogonalizes all matrices itself.
+_AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
+# pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
 # Replicas share the orthogonalization unless working alone saves several latencies between nodes. With this latency,
 # working alone never saves enough.
@@ -45,8 +41,8 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Make the plans of this process with another machine's rates, or with the real rates if `machine` is None."""
-    return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
+    """Plans of this process are chosen by another machine's rates; None: by its own."""
+    return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
 # layouts in which each replica orthogonalizes all matrices itself on the machine PAIRS
@@ -210,14 +206,14 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # one group of options for each parameter
-    chooser: Chooser = _AUTO,
+    groups: Sequence[Mapping[str, Any]],  # of each parameter
+    config: MuonConfig = _AUTO,
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
     wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, like fp64 parameters
 ) -> Plan:
-    how = replace(chooser, device=device)
+    """The plan of parameters with these layouts."""
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]
@@ -225,7 +221,7 @@ def planned(
         def kept_of(stage: Stage) -> ParamLayout:
             return kept_layout(layout, [stage.num_kept(*size) for size in sizes])
 
-        return make_spec(f"p{number}", layout, Settings.of(group), CPU, how, number in wide, kept_of)
+        return make_spec(f"p{number}", layout, Settings.of(group), config, CPU, device, number in wide, kept_of)
 
     pairs = zip(layouts, groups, strict=True)
     return make_plan([spec_of(number, *pair) for number, pair in enumerate(pairs)], policy)
@@ -309,11 +305,11 @@ class SimulatedRanks:
             for rank, one in of_set.items():
                 one.begin(sums.clone(), self._work[rank], self.watches[rank])
         for bucket in self.plan.buckets:
-            programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
+            programs = {rank: Program.of(self.plan, bucket, rank, missing) for rank in bucket.ranks}
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
                 Bound(self.plan, program, self._shapes(rank), ns_device=self._device).run(
-                    self._work[rank], None, partial(exchange.start, rank)
+                    self._work[rank], partial(exchange.start, rank)
                 )
                 for rank, program in programs.items()
             ]

@@ -19,9 +19,9 @@ from planted import FAULTS, PRODUCTS, caught_all, check_caught
 from variant_cases import TOGETHER
 
 from shardmuon.muon import Muon
-from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.compare import Comparison, compare_with_dense
-from shardmuon.testing.layouts import LAYOUTS, meshes_on
+from shardmuon.testing import RankPool
+from shardmuon.testing.compare import Comparison
+from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.variants import VARIANTS, stages_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -113,11 +113,10 @@ def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None =
 
     decay = 0.1 if all(stage.decays for stage in stages_of({"variant": variant})) else 0.0
     given: dict[str, Any] = {"lr": 0.02, "variant": variant, "weight_decay": decay, "steps": steps, "about": once_more}
-    with meshes_on(kind):
-        return [
-            compare_with_dense(layout, method="standard", ns_dtype=products, **given)
-            for products in (torch.float32, torch.bfloat16)
-        ]
+    return [
+        Comparison.with_dense(layout, method="standard", ns_dtype=products, device=kind, **given)
+        for products in (torch.float32, torch.bfloat16)
+    ]
 
 
 def compared(pool: RankPool, *given: Any, may_wait: bool = False) -> None:
@@ -148,8 +147,8 @@ FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
     [*itertools.product(LAYOUTS, [None]), *itertools.product(FEW_LAYOUTS, EVERY_VARIANT)],
 )
 def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, variant: str | None) -> None:
-    """gloo moves CUDA tensors through host memory, so ranks are allowed to wait for the device."""
-    compared(get_pool(4), layout, "cuda", 2, variant, may_wait=True)
+    """Over gloo, which moves what lies on a device by way of the host."""
+    compared(RankPool.cached(4), layout, "cuda", 2, variant, may_wait=True)
 
 
 @pytest.mark.stated
@@ -161,7 +160,7 @@ def test_layouts_are_built_and_compared_where_they_are_told(layout: str, variant
 @on_gpu
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
 def test_planted_faults_are_named_on_a_device(products: str) -> None:
-    found = get_pool(2).run(caught_all, 256, PRODUCTS[products], tuple(FAULTS), "cuda")
+    found = RankPool.cached(2).run(caught_all, 256, PRODUCTS[products], tuple(FAULTS), "cuda")
     for name in FAULTS:
         check_caught(name, [of_rank[name] for of_rank in found])
 

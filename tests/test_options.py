@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 
 from shardmuon import Muon, param_groups
 from shardmuon.host import Host
-from shardmuon.options import _LR_SCALES, CONFIG_OPTIONS, ONLY_MUON
+from shardmuon.options import _LR_SCALES, ONLY_MUON, MuonConfig
 from shardmuon.step.update import _decay_agreeing_
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
@@ -194,7 +194,7 @@ def test_hooks_run() -> None:
     saved = optimizer.state_dict()
     assert saved["extra"] == 1
     optimizer.load_state_dict(saved)
-    Host().take_over(optimizer, saved)
+    Host().load(optimizer, saved)
     assert log[:3] == [("step_pre", True), ("step_post", False), ("state_dict_pre", False)]
     assert log[3:] == [("load_state_dict_pre", False), ("load_state_dict_post", False)] * 2
 
@@ -399,7 +399,7 @@ MISSPELLED = {
 }
 BAD_KEYS = {
     **{key: f"{key} {says}" for key, says in SPELLINGS.items()},
-    **{key: f"{key} applies to the whole optimizer. Write Muon(..., {key}=...)" for key in CONFIG_OPTIONS},
+    **{key: f"{key} applies to the whole optimizer. Write Muon(..., {key}=...)" for key in vars(MuonConfig())},
     **{key: f"there is no option '{key}' (did you mean {near}?)" for key, near in MISSPELLED.items()},
 }
 OF_MATRICES = dict.fromkeys(ONLY_MUON, 7) | {
@@ -466,7 +466,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: {"params": [("w", _w(12, 4))], "split_sizes": 2, "split_groups": 2},
         ValueError,
-        "w: split_sizes=2 means equal blocks, which split_groups=2 cannot repeat",
+        "w: split_groups=2 needs split_sizes, the row counts of one repeat, found split_sizes=2",
     ),
     (
         lambda: {"params": [("w", _w(3, 4, 5))]},

@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 from datetime import timedelta
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 
@@ -63,9 +62,9 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-_mkldnn: Any = torch.backends.mkldnn  # Any: type checkers do not know the attributes of this module
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> matmul backend, values of its flags
-    "cpu": (_mkldnn.matmul, {"fp32_precision": "ieee"}),
+    # type checkers do not know the attributes of torch.backends.mkldnn
+    "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
     "cuda": (
         torch.backends.cuda.matmul,
         {
@@ -156,35 +155,6 @@ def is_dense(t: Tensor) -> bool:
 foreach_copy_ = partial(foreach, "copy_")  # arguments: targets, sources; copies can change the dtype
 
 
-def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor by `factor`, in place. All tensors must be fp32, or all must be fp64."""
-    if tensors[0].device.type == "cpu":  # converts the number once instead of once per tensor
-        torch._foreach_mul_(list(tensors), torch.tensor(factor, dtype=tensors[0].dtype, device="cpu"))
-        return
-    foreach("mul_", tensors, scalar=factor)
-
-
-def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Convert each tensor to `dtype`, by default to the dtype of the tensor at the same index of `like`. A converted
-    tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors that already have
-    the dtype are returned unchanged."""
-    found = list(tensors)
-    others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
-    for i in others:
-        found[i] = torch.empty_like(like[i], dtype=dtype)
-    foreach_copy_([found[i] for i in others], [tensors[i] for i in others])
-    return found
-
-
-def never_compiled(function: _F) -> _F:
-    """Decorate a function so that `torch.compile` does not compile it. A compiled step would be recompiled for every
-    matrix shape.
-
-    `torch.compiler.disable` has the same effect, but it imports the compiler immediately, which takes seconds.
-    """
-    return cast("_F", torch._disable_dynamo(function))
-
-
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:  # returns 0-dim tensors
@@ -262,20 +232,10 @@ def is_alive(group: Any) -> bool:
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
-def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Run the hooks that were registered by `register_load_state_dict_pre_hook`, and return the resulting state
-    dict."""
-    state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = hook(optimizer, state_dict)
-        state_dict = state_dict if changed is None else changed
-    return state_dict
-
-
-def after_loading(optimizer: torch.optim.Optimizer) -> None:
-    """Run the hooks that were registered by `register_load_state_dict_post_hook`."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+def group_named(name: str) -> Any:
+    """Return the process group that torch knows by a name, or None if there is none."""
+    known = dist.distributed_c10d._world.pg_group_ranks if name else ()  # also has the -100 of groups without this rank
+    return next((group for group in known if getattr(group, "group_name", "") == name), None)
 
 
 def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:

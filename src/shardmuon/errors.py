@@ -15,11 +15,6 @@ from contextlib import contextmanager
 
 import torch
 
-UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
-HALF_DONE = "Weights and momentum may be half updated"
-REMEDY = "Start the ranks again from the last checkpoint"
-RELOAD = "Load the last checkpoint into model and optimizer, or accept them as they are: optimizer.broken = None"
-
 
 class ExchangeError(RuntimeError):
     """Failure in the middle of a step: another rank died, failed or hung past the process group's timeout, or this rank
@@ -29,10 +24,41 @@ class ExchangeError(RuntimeError):
     `print(optimizer.plan)`), the operation that failed, and the original error, which is also the `__cause__`. After
     this error, the ranks are out of sync: their process group can no longer be used, and the optimizer refuses further
     steps until a state dict is loaded into it.
+
+    Attributes:
+        UNCHANGED, HALF_DONE: Sentences for messages that state which data the failure may have left inconsistent.
+        REMEDY, RELOAD: Sentences for messages that tell the user what to do, in a job of several ranks and in a job of
+            one rank.
     """
 
+    UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
+    HALF_DONE = "Weights and momentum may be half updated"
+    REMEDY = "Start the ranks again from the last checkpoint"
+    RELOAD = "Load the last checkpoint into model and optimizer, or accept them as they are: optimizer.broken = None"
 
-_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # keep their class, so that callers can catch them
+    @classmethod
+    def of(cls, error: Exception, where: str, damage: str = HALF_DONE) -> ExchangeError:
+        """Build an ExchangeError from an exception. The message consists of `where`, which names the failed operation,
+        the original error, `damage`, a sentence that states which data the failure may have left inconsistent, and the
+        remedy."""
+        cause = f"{type(error).__name__}: {error}".rstrip(". \n")
+        return cls(f"{where}: {cause}. {damage}. {cls.REMEDY}")
+
+    @classmethod
+    @contextmanager
+    def naming(cls, where: Callable[[], str], damage: str = HALF_DONE) -> Iterator[None]:
+        """Convert any exception raised inside the `with` block to an ExchangeError. The error's message begins with
+        `where()`, which names the failed operation, and contains `damage`, a sentence that states which data the
+        failure may have left inconsistent."""
+        try:
+            yield
+        except ExchangeError:
+            raise
+        except Exception as error:
+            raise cls.of(error, where(), damage) from error
+
+
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers can catch
 
 
 def stays_itself(error: BaseException) -> bool:
@@ -60,36 +86,15 @@ class Refused(ValueError):
         error.__cause__ = self.cause if str(self.cause) != str(self) else None
         return error
 
-
-@contextmanager
-def made_public() -> Iterator[None]:
-    """Convert a `Refused` raised inside the `with` block to the exception that users see (`Refused.public`)."""
-    try:
-        yield
-    except Refused as refused:
-        public = refused.public()
-        raise public from public.__cause__
-
-
-@contextmanager
-def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
-    """Convert any exception raised inside the `with` block to an ExchangeError. The error's message begins with
-    `where()`, which names the failed operation, and contains `damage`, a sentence that states which data the failure
-    may have left inconsistent."""
-    try:
-        yield
-    except ExchangeError:
-        raise
-    except Exception as error:
-        raise named(error, where(), damage) from error
-
-
-def named(error: Exception, where: str, damage: str) -> ExchangeError:
-    """Build an ExchangeError from an exception. The message consists of `where`, which names the failed operation, the
-    original error, `damage`, a sentence that states which data the failure may have left inconsistent, and the
-    remedy."""
-    cause = f"{type(error).__name__}: {error}".rstrip(". \n")
-    return ExchangeError(f"{where}: {cause}. {damage}. {REMEDY}")
+    @staticmethod
+    @contextmanager
+    def made_public() -> Iterator[None]:
+        """Convert a `Refused` raised inside the `with` block to the exception that users see."""
+        try:
+            yield
+        except Refused as refused:
+            public = refused.public()
+            raise public from public.__cause__
 
 
 @contextmanager
@@ -105,11 +110,10 @@ def about(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 
 
-def fault_text(error: BaseException, where: str = "") -> str:
-    """Format an exception as a message to send to the other ranks. The message begins with `where`, a prefix that names
-    the parameter or group, unless the exception is a ValueError, because messages of ValueErrors already have such a
-    prefix."""
-    where = error.__dict__.get("_shardmuon_at", where)
+def fault_text(error: BaseException) -> str:
+    """Format an exception as a message to send to the other ranks. The message of an out-of-memory error begins with
+    the parameter's name, if `about` has recorded the name."""
+    where = error.__dict__.get("_shardmuon_at", "")
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text

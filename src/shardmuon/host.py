@@ -1,7 +1,7 @@
 """Hosts: adapters to the code that calls `step()`, such as a training loop, torch's checkpointing or a framework. While
 a host is active, it determines which tensors the parameter groups hold.
 
-Each framework's folder in `shardmuon.frameworks` registers its `Host` and its engines (classes that read the layout of
+Each framework's file in `shardmuon.frameworks` registers its `Host` and its engines (classes that read the layout of
 parameters). Neither this module nor the modules that it imports contain code for a particular framework.
 """
 
@@ -17,8 +17,6 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon.comm.vote import Fault
 from shardmuon.plan.plan import Plan
-
-Stepped = Any  # stands for `shardmuon.muon.Core`; an import would be circular
 
 
 class Weight(NamedTuple):
@@ -42,19 +40,22 @@ class Weight(NamedTuple):
 
 class Host:
     """Base class of hosts, the adapters to frameworks. Each optimizer has its own instances of all registered hosts.
-    The methods of this base class are suitable for a plain training loop.
+    The methods of this base class are suitable for a plain training loop. Their argument `core` is the optimizer, a
+    `shardmuon.muon.Core`, whose import would be circular.
 
     Attributes:
         in_parts: True if the framework calls `step()` several times per training step, each time with some of the
             groups.
         clipping: Error message, with a remedy, for users who clip gradients although this host cannot support that;
             None if gradients can be clipped.
+        marks: Names of attributes that mark parameters whose gradients the framework clips itself.
         packages: Names of the framework's packages. Optimizers ignore the host while none of these packages is
             imported. None: optimizers never ignore the host.
     """
 
     in_parts = False
     clipping: str | None = None
+    marks: tuple[str, ...] = ()
     packages: tuple[str, ...] | None = None
 
     @property
@@ -70,23 +71,15 @@ class Host:
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Run after a parameter group was added. `names` are the names of the group's parameters."""
 
-    def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Call `load`, a function that loads a state dict, with any preparation that the host needs while it is
-        active."""
-        load()
-
-    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict with `torch.optim.Optimizer.load_state_dict`. The state dict must have been saved with the
-        same sharding."""
+    def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict while this host is active. The state dict must have been saved with the same sharding."""
         Optimizer.load_state_dict(core, dict(state_dict))
 
-    def saving(self, core: Stepped) -> None:
-        """Prepare the optimizer's state. Called before a state dict is made."""
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
+        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned. The state dict
+        contains the optimizer's own state tensors, and copies of the groups."""
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Complete, in place, the state dict that `torch.optim.Optimizer.state_dict` has returned."""
-
-    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Return a function to run instead of a step if the framework does not intend this call of `step` to update
         weights, else None. The method must not change any tensors except gradients that the framework has altered since
         the backward pass.
@@ -97,7 +90,7 @@ class Host:
         """
         return None
 
-    def step(self, core: Stepped, fault: Fault) -> None:
+    def step(self, core: Any, fault: Fault) -> None:
         """Take a step while this host is active.
 
         Args:
@@ -107,38 +100,54 @@ class Host:
         """
         raise NotImplementedError
 
-    def weights(self, core: Stepped) -> list[Weight]:
+    def weights(self, core: Any) -> list[Weight]:
         """List every weight that the optimizer updates while this host is active. Used by code that changes weights
         after a step."""
         raise NotImplementedError
 
-    def has_stepped_all(self, core: Stepped) -> bool:
+    def has_stepped_all(self, core: Any) -> bool:
         """True if the latest call of `step` was the last call in its training step. Called only while the host is
         active."""
         return True
 
-    def restore_groups(self, core: Stepped) -> None:
+    def restore_groups(self, core: Any) -> None:
         """Restore the parameter groups, after an error in the middle of a step, to the form that they have between
         steps."""
 
-    def plans(self, core: Stepped) -> tuple[Plan, ...]:
+    def plans(self, core: Any) -> tuple[Plan, ...]:
         """Return all current plans; empty before the first plan is made."""
         return () if core.binding is None else (core.binding.plan,)
 
-    @classmethod
-    def clips(cls, params: Iterable[Any]) -> str | None:
-        """Return an error message if this host's framework clips the gradients of these parameters itself, so that the
-        user must not clip them again; else None."""
+    @staticmethod
+    def caller(name: str, *packages: str) -> FrameType | None:
+        """Return the innermost stack frame of a function with this name in one of these packages; None if there is
+        none. Used if a framework has no public API that shows why it calls the optimizer."""
+        frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
+                return frame
+            frame = frame.f_back
         return None
+
+    @staticmethod
+    def creates_state_only() -> bool:
+        """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
+        checkpoint.
+
+        torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
+        starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come
+        to different conclusions. Therefore this function inspects the call stack.
+        """
+        return Host.caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
+
+    @classmethod
+    def register(cls) -> None:
+        """Register this class for all optimizers that are made after this call. The class takes precedence over classes
+        that were registered earlier."""
+        _HOSTS.insert(0, cls)
 
 
 _HOSTS: list[type[Host]] = []
-
-
-def register(host: type[Host]) -> None:
-    """Register a host class for all optimizers that are made after this call. The class takes precedence over classes
-    that were registered earlier."""
-    _HOSTS.insert(0, host)
 
 
 class Hosts(list[Host]):
@@ -158,27 +167,5 @@ class Hosts(list[Host]):
     def clipped(params: Iterable[Tensor]) -> str | None:
         """Return an error message if any framework clips the gradients of these parameters itself, so that the user
         must not clip them again; else None."""
-        listed = list(params)
-        return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
-
-
-def caller(name: str, *packages: str) -> FrameType | None:
-    """Return the innermost stack frame of a function with this name in one of these packages; None if there is none.
-    Used if a framework has no public API that shows why it calls the optimizer."""
-    frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def creates_state_only() -> bool:
-    """True if torch.distributed.checkpoint is calling `step` only to create the state into which it then loads a
-    checkpoint.
-
-    torch sets every gradient and lr to 0 for this call, but a real step can have the same values: in a warmup, lr
-    starts at 0, and the shards of some ranks can have zero gradients. Ranks that relied on these values could come to
-    different conclusions. Therefore this function inspects the call stack.
-    """
-    return caller("_init_optim_state", "torch.distributed.checkpoint.state_dict") is not None
+        found = {name for param in params for name in vars(param)}
+        return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)

@@ -21,41 +21,30 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import after_loading, before_loading, default_group, is_dtensor, never_compiled
-from shardmuon.auditing.report import AuditError, AuditSchedule
-from shardmuon.checkpoint.state import drop_others, init_missing, read_state
-from shardmuon.comm.groups import (
-    GroupRef,
-    Ranks,
-    Traffic,
-    close_lane,
-    group_for,
-    group_ranks,
-    my_rank,
-)
+from shardmuon._torch import default_group, is_dtensor
+from shardmuon.auditing.report import AuditError, AuditReport, AuditSchedule
+from shardmuon.checkpoint.state import init_missing, read_state
+from shardmuon.comm.groups import GroupRef, Lane, Ranks, Traffic, group_for, group_ranks, my_rank
 from shardmuon.comm.vote import Ballot, Fault, Flag, Phase, current_world, in_order
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, level_of_the_caller, made_public
-from shardmuon.host import Host, Hosts, creates_state_only
+from shardmuon.errors import ExchangeError, Refused, level_of_the_caller
+from shardmuon.host import Host, Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall
-from shardmuon.layout.engines.base import MISPLACED, NONE, name_of
-from shardmuon.layout.engines.fsdp1 import is_flattened
+from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
-    GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    Group,
+    VIEW_DEFAULTS,
     MuonConfig,
     OptionsReader,
     Settings,
     check_hyperparameters,
-    complete,
     given_lr,
     loaded_over,
     new_group,
@@ -63,18 +52,12 @@ from shardmuon.options import (
     unknown_keyword,
 )
 from shardmuon.orthogonalize import FiniteWatch, MethodName
-from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
-from shardmuon.routing.groups import Overrides, RoutingRow, routed
+from shardmuon.routing.groups import Overrides, ParamGroups, RoutingRow
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Offer, fingerprint
-from shardmuon.step.stages import ZeroWatch, begin_weights, finish_weights
-from shardmuon.step.validate import Memory, Proposal, difference, validate
-from shardmuon.variants import WEIGHT_NORMS
-
-if TYPE_CHECKING:
-    from shardmuon.auditing.live import StepAudit
-    from shardmuon.auditing.report import AuditReport
+from shardmuon.step.stages import ZeroWatch, scale_weights
+from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
@@ -176,21 +159,27 @@ class Core:
         None if the step was not audited."""
         if binding.elsewhere:
             proposal.hear(binding, verdict.presence)
-        if proposal.made or proposal.fresh or MISPLACED in proposal.states:
+        if proposal.made or proposal.fresh or GradientState.MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # an audit is collective, so if any rank has requested one, all ranks that voted must take part
-        audit = self._audit(binding, proposal) if verdict.flags & Flag.AUDIT else None
+        # An audit is collective, so if any rank has requested an audit, all ranks that voted must take part. Errors in
+        # `StepAudit` become findings.
+        audit = None
+        if verdict.flags & Flag.AUDIT:
+            from shardmuon.auditing.live import StepAudit
+
+            audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
+            self.audits.num_audits += self.audits.due > 0
         self.audits.num_steps += 1
         missing = frozenset[int]()  # indices of parameters without a gradient
-        if NONE in proposal.states:
-            missing = frozenset(n for n, state in enumerate(proposal.states) if state == NONE)
+        if GradientState.NONE in proposal.states:
+            missing = frozenset(n for n, state in enumerate(proposal.states) if state == GradientState.NONE)
         on_weights = binding.on_weights - missing
         if on_weights:
-            new = frozenset(n for n in on_weights if not set(WEIGHT_NORMS).isdisjoint(proposal.fresh[n]))
-            begin_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
+            new = frozenset(n for n in on_weights if proposal.fresh[n])
+            scale_weights(binding.weight_sets(new), proposal, self.traffic, self.zeros)
         binding.buckets_without(missing).run(proposal, self.watch, self.traffic)
         if on_weights:
-            finish_weights(binding.weight_sets(on_weights), proposal, self.traffic)
+            scale_weights(binding.weight_sets(on_weights), proposal, self.traffic)
         if self.watch.seen:
             self.watch.send()
         members = binding.members
@@ -218,54 +207,45 @@ class Core:
                 self.settled[self.state[binding.members[number].param][key]] = True
         # redistribution is collective, so all ranks must process parameters in the same order
         for number in itertools.chain.from_iterable(binding.table.sets.values()):
-            if proposal.states[number] == MISPLACED:
+            if proposal.states[number] == GradientState.MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
-
-    def _audit(self, binding: Binding, proposal: Proposal) -> StepAudit:
-        """Begin an audit of this step and return it. Collective among the ranks that voted. Never raises an
-        exception."""
-        from shardmuon.auditing.live import StepAudit
-
-        audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
-        self.audits.num_audits += self.audits.due > 0
-        return audit
 
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
         if isinstance(error, AuditError):  # the groups that come later in this step are not updated
-            self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
+            self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
-        if self.broken is not None:  # already recorded, and the connections are closed
+        if self.broken is not None:  # an earlier error is recorded, and the connections are closed
             return
         component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
         if self.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
-            self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            if isinstance(error, ExchangeError):  # its message already has the remedy
+            self.broken = (
+                f"{text}. {ExchangeError.HALF_DONE}. {ExchangeError.RELOAD if alone else ExchangeError.REMEDY}"
+            )
+            if isinstance(error, ExchangeError):  # the message of such an error already has the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            close_lane(component)  # makes ranks that wait for this rank fail at once
+            Lane.close_over(component)  # ranks that wait for this rank then fail at once
 
     def last_voters(self) -> Ranks | None:
         """Return the ranks that took part in the last vote; None if there was no vote under the current default process
         group."""
         return self.component if self.world == current_world() else None
 
-    def torn(self) -> str | None:
-        """Return an error message, with a remedy, if a step is in progress or was interrupted, so that the state may be
-        half updated; else None."""
+    def refuse_torn(self) -> None:
+        """Raise ExchangeError if a step is in progress or was interrupted, so that the state may be half updated."""
         if self.in_step:
-            return (
+            raise ExchangeError(
                 "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
                 "signal handler"
             )
         if self.broken is not None:
-            return f"an earlier step was broken off, and its state is half moved: {self.broken}"
-        return None
+            raise ExchangeError(f"an earlier step was broken off, and its state is half moved: {self.broken}")
 
     def make_plan(self) -> Plan:
         """Make a plan without taking a step. Collective among the ranks that share parameters.
@@ -276,23 +256,27 @@ class Core:
                 next step.
         """
         fault = Fault()
-        with made_public():
+        with Refused.made_public():
             binding = StepCall(self, fault).renewed(fault)
-            if fault.text is not None:  # occurred after ranks exchanged errors
+            if fault.text is not None:  # the error occurred after the ranks had exchanged errors
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
     @torch.no_grad()
     def complete_state(self) -> None:
         """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient: see
-        [Note: state that is not there] in checkpoint/state.py. Frozen parameters get no new state. State that a frozen
-        parameter already has is removed if it does not match the options of the parameter's group."""
+        [Note: state that is not there] in checkpoint/state.py. A frozen parameter without any state gets none. State
+        that does not match the options of its parameter's group, since `use_muon` or `variant` changed while the
+        parameter was frozen, is replaced by zeros."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.requires_grad:
+                if p.requires_grad or self.state.get(p):
                     init_missing(p, group, self.state[p], self.keeper)
-                elif self.state.get(p):
-                    drop_others(group, self.state[p])
+
+
+# Message of a rank about its plan. For each set of ranks that share parameters: the number of these parameters whose
+# gradient can be missing on some of the ranks, and the name of the set's process group if the rank knows such a group.
+_Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
 class StepCall(TableCall[Binding]):
@@ -314,7 +298,7 @@ class StepCall(TableCall[Binding]):
         self.options: list[Settings | None] = []
         if core.process_group is not None:
             with fault:  # this rank must take part in planning even if it has no parameters
-                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises if group is destroyed
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises an error for a destroyed group
 
     def before(self) -> Ranks | None:
         return self._core.last_voters()
@@ -327,7 +311,7 @@ class StepCall(TableCall[Binding]):
         self.options = self._core.options.read(groups)
         if len(self.options) != len(kept.planned):
             return False
-        found = []  # frameworks can replace parameters at any time; same selection as in `Offer`
+        found = []  # parameters by the same condition as in `Offer`; frameworks can replace parameters at any time
         for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
             if planned != ("" if settings is None else settings.planned):
                 return False
@@ -344,31 +328,30 @@ class StepCall(TableCall[Binding]):
         core, audits, flags = self._core, self._core.audits, Flag.NONE
         if core.watch.coming:
             core.watch.report()
-        if core.zeros.coming:
+        if core.zeros:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
         # `due` takes long to compute, so the first test skips it for optimizers that never audit
         if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
-        memory = Memory(core.state, core.keeper, core.settled)
-        self.proposal = validate(kept, core.param_groups, self.options, memory)
+        self.proposal = validate(kept, core, self.options)
         digests = self.proposal.digests(kept, self._due) if len(kept.component) > 1 else None
-        return Ballot(self.phase, flags, digests, self.proposal.presence, kept.num_bits)
+        return Ballot(self.phase, flags, digests, self.proposal.presence)
 
     def lines(self, kept: Binding, ranks: Ranks) -> list[Any]:
         return self.proposal.lines(kept, ranks, self._due)
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
-        return difference(ranks, everyone)
+        return Proposal.difference(ranks, everyone)
 
     # -------------------------------------------------------------------------------------------------- a new plan
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        # includes DTensors that AdamW updates, so that the ranks that share such a DTensor learn of each other's errors
+        # The list includes DTensors that AdamW updates, so that their ranks learn of each other's errors.
         return [
-            (name_of(group, index, position), p, group)
+            (name, p, group)
             for index, group in enumerate(self._core.param_groups)
-            for position, p in enumerate(group["params"])
+            for name, p in named_params(group, index)
             if group.get("use_muon") or is_dtensor(p)
         ]
 
@@ -376,25 +359,25 @@ class StepCall(TableCall[Binding]):
         core = self._core
         self.options = core.options.read(core.param_groups)
         self._offer = Offer(core.param_groups, self.options, core.config, core.keeper)
-        self.groups = {ranks: ref.group_name for ranks, ref in self._offer.refs.items()}
         self.stamp, self.fingerprint = self._offer.stamp, fingerprint
         return self._offer.listed
 
-    def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
-        # the second result is sent to the other ranks: for each set of ranks that share parameters, the number of these
-        # parameters whose gradient can be missing on some of the ranks
-        made = self._offer.bind(my_rank(), table)
+    def made(self, table: Table) -> tuple[Binding, _Told]:
+        made, refs = self._offer.bind(my_rank(), table), self._offer.refs
         sets = made.weight_sets(made.on_weights)
         needed = in_order([*(one.ranks for one in made.buckets if one.exchange), *(one.ranks for one in sets)])
-        self._groups = {r: self._offer.refs[r].live() if r in table.groups else None for r in needed}
-        return made, made.num_lacking
+        self._groups = {ranks: refs[ranks].live() if ranks in refs else None for ranks in needed}
+        return made, (made.num_lacking, {ranks: refs[ranks].group_name for ranks in needed if ranks in refs})
 
-    def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
+    def heard(self, kept: Binding, everyone: Sequence[_Told]) -> None:
+        counts, names = zip(*everyone, strict=True)
+        names_on = dict(zip(kept.component, names, strict=True))
         # process groups must be created before the first exchange: creation is collective, and a rank that already
         # waits for tensors of other ranks could not take part
         for ranks, known in self._groups.items():
-            group_for(ranks, known)
-        kept.number_bits(everyone)
+            all_alike = len({names_on[rank].get(ranks) for rank in ranks}) == 1
+            group_for(ranks, known if all_alike else None)
+        kept.number_bits(counts)
         self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world
 
 
@@ -404,7 +387,7 @@ def _trained(groups: Sequence[Group]) -> bool:
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    if any(p.numel() > 0 or not is_flattened(p) for p in params):  # an FSDP1 parameter can be empty on this rank
+    if any(p.numel() > 0 for p in params):  # all parameters of a shard can be empty on this rank, as under FSDP1
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
             "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
@@ -461,7 +444,7 @@ class Muon(Core, Optimizer):
         process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
             plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).
-            Pickles do not contain the process group.
+            After unpickling, only the default process group can be used; set any other one anew.
         tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
             if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
             `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
@@ -513,7 +496,7 @@ class Muon(Core, Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: str | Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.7750, 2.0315),
         *,
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
@@ -553,14 +536,15 @@ class Muon(Core, Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "variant": variant,
-            **GROUP_DEFAULTS,
+            "use_muon": True,
+            **VIEW_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
         refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, "overrides": overrides}
-        params = routed(params, defaults, routing)
+        params = ParamGroups.routed(params, defaults, routing)
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -570,7 +554,9 @@ class Muon(Core, Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @never_compiled
+    # A compiled step would be recompiled for every matrix shape. `torch.compiler.disable` would import the compiler at
+    # once, which takes seconds.
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters once. Collective among the ranks that share parameters.
@@ -605,7 +591,7 @@ class Muon(Core, Optimizer):
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
-            if closure is None and instead is None and not self.state and creates_state_only():
+            if closure is None and instead is None and not self.state and Host.creates_state_only():
                 instead = self.complete_state
         if fault.text is not None:
             host = self.hosts.active
@@ -632,8 +618,8 @@ class Muon(Core, Optimizer):
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Format the optimizer's non-default options and the options of each group."""
-        return f"Muon (\n{self.config.text_with(self.param_groups)}\n)"
+        """Format the options of each group as torch does, followed by the options of the whole optimizer."""
+        return f"{super().__repr__()}\n{self.config}"
 
     def prepare(self) -> Plan:
         """Make the plan before the first step. Collective among the ranks that share parameters.
@@ -677,7 +663,7 @@ class Muon(Core, Optimizer):
             host.adding()
         super().add_param_group(new_group(self.param_groups, param_group, self.defaults))
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        names = [name_of(made, index, position) for position in range(len(made["params"]))]
+        names = [name for name, _ in named_params(made, index)]
         for host in self.hosts:
             host.added(made, names)
 
@@ -691,13 +677,9 @@ class Muon(Core, Optimizer):
             ExchangeError: A step was interrupted or is in progress, so the half-updated state must not overwrite a good
                 checkpoint.
         """
-        torn = self.torn()
-        if torn is not None:
-            raise ExchangeError(torn)
+        self.refuse_torn()
         if any(self.state.values()) and self.hosts.active is None:
             self.complete_state()
-        for host in self.hosts:
-            host.saving(self)
         saved: dict[str, Any] = super().state_dict()
         for host in self.hosts:
             host.saved(self, saved)
@@ -720,56 +702,44 @@ class Muon(Core, Optimizer):
         """
         host = self.hosts.active
         if host is not None:  # such state dicts have the host's flat parameters
-            with made_public():
-                host.load(self, lambda: host.take_over(self, state_dict))
+            with Refused.made_public():
+                host.load(self, state_dict)
             return
-        self.take_loaded(*read_state(self.param_groups, before_loading(self, state_dict), self.keeper))
+        state_dict = copy.copy(state_dict)  # hooks can change their argument
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.take_loaded(*read_state(self.param_groups, state_dict, self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Replace this optimizer's state and groups by those that were read from a state dict and checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # the next step must check the loaded norms
-        after_loading(self)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
         the value in this optimizer's group is kept."""
         mine = self.__dict__.get("param_groups", [])  # no groups exist yet while unpickling
         super().__setstate__(state)
-        for index, group in enumerate(self.param_groups):
-            group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
-            complete(group, self.defaults)
-        self.broken = state.get("broken")  # None when a state dict is loaded; copies keep the value
-        if "hosts" not in self.__dict__:  # copies do not inherit the plan, process groups and hosts
-            self.process_group = None
+        for own, group in zip(mine, self.param_groups, strict=False):
+            group.update(loaded_over(own, group))
+        self.broken = state.get("broken")  # a state dict has no such key, so loading sets None; copies keep it
+        if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Deep-copy the optimizer. The copy shares the process group."""
-        made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        made.process_group = self.process_group
-        for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
-            mine["process_group"] = theirs["process_group"]  # without it, replicas would silently diverge
-        return made
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without objects that are valid in one process only: the plan,
-        process groups and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can
-        vote together with ranks that made no copy and still have their plan."""
+        """Return the state for copies and pickles, without objects that are valid in one process only: the plan, caches
+        and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
+        with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
+        only the default process group can be used again after unpickling."""
         own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
-        groups = list(map(_without_ranks, state["param_groups"]))
-        return {**state, **own, "param_groups": groups, "defaults": _without_ranks(state["defaults"])}
-
-
-def _without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Copy the options of a group, with `process_group` set to None. An empty `process_group`, which means that no
-    other rank has the group's tensors, is kept."""
-    group = options.get("process_group")
-    return {**options, "process_group": None} if getattr(group, "ranks", group) else options
+        groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]
+        return {**state, **own, "param_groups": groups}
 
 
 # Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
 # `world` in it, and therefore ignores `component`.
-_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")
+_OWN = ("config", "process_group", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -20,19 +20,18 @@ from torch import Tensor
 from shardmuon.comm.groups import GroupRef
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.base import Group, named_params
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import MomentumDtype
-from shardmuon.orthogonalize import MethodName, check_gram_dtype
-from shardmuon.orthogonalize.choice import Chooser
-from shardmuon.orthogonalize.schedules import Triples, per_step
+from shardmuon.orthogonalize import MethodName, products_dtype
+from shardmuon.orthogonalize.schedules import Triples, schedule
 from shardmuon.texts import did_you_mean
-from shardmuon.variants import CAUTIOUS, Stages, check_variant, names_in, stages_of
+from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-Group = Mapping[str, Any]  # a parameter group of an optimizer
 _FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
 
 
@@ -137,8 +136,7 @@ class MuonConfig:
 
     def __post_init__(self) -> None:
         _check_values("", asdict(self))
-        if self.method == "gram" and self.ns_dtype is not None:
-            check_gram_dtype(self.ns_dtype)
+        products_dtype(self.method, self.ns_dtype, torch.device("cpu"))  # checks that they go together
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
@@ -150,30 +148,13 @@ class MuonConfig:
         found = {key: value for key, value in self.changed().items() if key in self.STORED}
         return "" if found == {"momentum_dtype": torch.float32} else ", ".join(f"{k}={v}" for k, v in found.items())
 
-    def chooser(self) -> Chooser:
-        """Create the object that chooses how to orthogonalize each matrix."""
-        return Chooser(self.method, self.ns_dtype)
-
     def text(self) -> str:
         """Format the options that differ from their defaults, without `momentum_device`, which is the only option that
         can differ between ranks."""
         return " ".join(f"{key}={value}" for key, value in self.changed().items() if key != "momentum_device")
 
-    def text_with(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Format the options that differ from their defaults and, for each group, the options of the algorithm that
-        updates the group (Muon or AdamW) and the keys that other code, such as a scheduler, has stored in the group."""
-        lines = [f"    {key}: {value}" for key, value in self.changed().items()]
-        quiet = {**GROUP_DEFAULTS, "variant": None, "ns_steps": None}
-        for index, group in enumerate(groups):
-            muon, count = group["use_muon"], len(group["params"])
-            hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if muon else ONLY_MUON)}
-            lines.append(f"group {index}: {'Muon' if muon else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}")
-            shown = ((key, value) for key, value in group.items() if key not in hidden)
-            lines += [f"    {key}: {value}" for key, value in shown if key not in quiet or value != quiet[key]]
-        return "\n".join(lines)
 
-
-CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
+_CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 
 # ------------------------------------------------------------------------------------------- a parameter group's
@@ -200,11 +181,6 @@ VIEW_DEFAULTS: dict[str, Any] = {
 # Options whose values are process groups, used for plain tensors. Checkpoints do not contain these options, because a
 # checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
-GROUP_DEFAULTS: dict[str, Any] = {
-    "use_muon": True,
-    **VIEW_DEFAULTS,
-    **dict.fromkeys(PLACE_OPTIONS),
-}
 # Must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change betas[0] instead of
 # momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -217,14 +193,14 @@ _MUON_OPTIONS = (
     "variant",
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
-GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
 # Keys that are not group options, but that users are likely to write in a group. Each value is the part of the error
 # message that follows the key.
 ELSEWHERE = {
     **{
         key: f"applies to the whole optimizer. Write Muon(..., {key}=...); where another class makes the optimizer, as "
         f"torch's ZeroRedundancyOptimizer, give it functools.partial(Muon, {key}=...)"
-        for key in CONFIG_OPTIONS
+        for key in _CONFIG_OPTIONS
     },
     "num_heads": "is written split_sizes=h in a group: a whole number means so many equal blocks",
     "rank_local": "is written process_group=(), tp_group=() in a group: no other rank has its tensors",
@@ -274,7 +250,7 @@ def unknown_keyword(key: str) -> TypeError:
         return TypeError(f"{text}: {key} {ELSEWHERE[key]}")
     if key in GROUP_OPTIONS:
         return TypeError(f'{text}: it is an option of a group. Write {{"params": [...], "{key}": ...}}, or an override')
-    return TypeError(text + did_you_mean(key, (*GROUP_OPTIONS, *CONFIG_OPTIONS)))
+    return TypeError(text + did_you_mean(key, (*GROUP_OPTIONS, *_CONFIG_OPTIONS)))
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
@@ -314,8 +290,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
     # raises KeyError for a missing option before anything changes; otherwise the error would occur in the AdamW step,
     # after matrices have changed
-    needed = {key: group[key] for key in ("lr", "weight_decay")}
-    _check_values(where, {**needed, **group})
+    _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
     try:
@@ -323,7 +298,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     except ValueError as wrong:
         raise ValueError(f"{where}{wrong}") from None
     try:
-        per_step(group["ns_coefficients"], group["ns_steps"])
+        schedule(group["ns_coefficients"], group["ns_steps"])
     except (TypeError, ValueError) as wrong:
         raise ValueError(
             f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "
@@ -371,7 +346,7 @@ class Settings:
     def of(cls, group: Group) -> Settings:
         """Make the settings from a group's current options."""
         view, stages = {key: group[key] for key in VIEW_DEFAULTS}, stages_of(group)
-        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+        coefficients = schedule(group["ns_coefficients"], group["ns_steps"]).triples
         batch = f"{coefficients} {''.join(map(repr, stages))}".replace(" ", "")
         return cls(
             lr=float(group["lr"]),
@@ -381,7 +356,7 @@ class Settings:
             nesterov=bool(group["nesterov"]),
             coefficients=coefficients,
             adjust_lr_fn=group["adjust_lr_fn"],
-            cautious=CAUTIOUS in names_in(group["variant"]),
+            cautious="cautious" in names_in(group["variant"]),
             stages=stages,
             view=view,
             batch=batch,
@@ -442,18 +417,12 @@ class OptionsReader:
         return found
 
 
-def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Add missing options of both Muon and AdamW to a group, in place, since users can change `use_muon` later."""
-    for key, value in [*defaults.items(), *GROUP_DEFAULTS.items(), *ADAMW_DEFAULTS.items()]:
-        if key != "differentiable":  # torch.optim.Optimizer sets this option itself
-            group.setdefault(key, value)
-
-
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), except
-    that `variant` is kept if the saved group has none. The state that the variant needs is then missing, which raises
-    an error. Otherwise the variant would be dropped silently."""
-    group = {**mine, **theirs}
+    """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), with two
+    exceptions. Process groups and names stay, because saved groups have no process groups, and saved names can contain
+    prefixes of wrappers such as torch.compile. `variant` stays if the saved group has none: the state that the variant
+    needs is then missing, which raises an error. Otherwise the variant would be dropped silently."""
+    group = {**mine, **theirs, **{key: mine[key] for key in (*PLACE_OPTIONS, "param_names") if key in mine}}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
     return group
@@ -477,18 +446,16 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
     params = param_group.get("params")
     refuse_sets("parameters", params, "a list")
-    group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params or ())}
-    for key in PLACE_OPTIONS:
-        if key in group:
-            group[key] = GroupRef.of(group[key], key)
-    complete(group, defaults)
+    group = {**defaults, **ADAMW_DEFAULTS, **param_group}  # options of both Muon and AdamW, since `use_muon` can change
+    group["params"] = [params] if isinstance(params, Tensor) else list(params or ())
+    group |= {key: GroupRef.of(group[key], key) for key in PLACE_OPTIONS}
     _check_group(known, group, [key for key in param_group if key != "params"], defaults)
     return group
 
 
 def _check_group(known: Sequence[Group], group: Group, given: Collection[str], defaults: Mapping[str, Any]) -> None:
-    """Check a group to which `complete` has added missing options. `given` are the keys that the user has set. Raises
-    TypeError or ValueError."""
+    """Check a group that has every option. `given` are the keys that the user has set. Raises TypeError or
+    ValueError."""
     index = len(known)
     params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
@@ -499,7 +466,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         )
     _check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
-    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
+    listed = {id(p): name for i, g in enumerate(known) for name, p in named_params(g, i)}
     # a group with all of Muon's options was copied from another optimizer's `param_groups`, so the user did not set
     # these options by hand
     own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
@@ -513,7 +480,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         listed[id(p)] = name
         with about(name):
             check_expert(p, group, unset)
-            engine_for(p, group)
+            UnitPlace.refuse_flat(p)
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

@@ -52,7 +52,7 @@ run in the order in which `variant` names them.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -182,7 +182,7 @@ class Stage:
 
     def num_kept(self, rows: int, cols: int) -> int:
         """Return the number of fp32 values that the stage stores for a matrix of this shape; 0 without state."""
-        return 0
+        return 1 if self.key else 0
 
 
 class BeforeStage(Stage):
@@ -234,22 +234,16 @@ class AfterStage(Stage):
         """
         raise NotImplementedError
 
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
-        """Apply only this stage to a copy of the matrices in at least fp32, and return the copy."""
-        out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
-        return out
-
 
 def scaled_(
-    stages: Sequence[AfterStage],
+    stages: Sequence[AfterStage],  # at least one
     x: Tensor,  # (B, rows, cols), scaled in place
     kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
 ) -> None:
     """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
     the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
     norms = Norms(x, any(stage.of_lines for stage in stages))
-    total: Tensor | None = None
+    factors: list[Tensor] = []
     for stage in stages:
         rows = kept.get(stage.key, ())
         numbers = norms.gathered(rows, stage.of_lines) if rows else x.new_empty(len(x), 0, dtype=torch.float32)
@@ -258,11 +252,9 @@ def scaled_(
             foreach_copy_(rows, numbers.narrow(1, 0, len(rows[0])).unbind(0))
         if stage is not stages[-1]:
             norms.scale_(factor)
-        total = factor if total is None else total * factor
-    if total is not None:
-        x.mul_(
-            total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2)
-        )
+        factors.append(factor)
+    total = functools.reduce(torch.mul, factors)
+    x.mul_(total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2))
 
 
 def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # all three have shape (B, 1)
@@ -280,9 +272,6 @@ class WeightStage(Stage):
     """
 
     travels: ClassVar[bool] = False
-
-    def num_kept(self, rows: int, cols: int) -> int:
-        return 1
 
     def factor(
         self,
@@ -421,9 +410,6 @@ class HyperballUpdate(AfterStage):
     key: ClassVar[str] = "weight_radius"
     travels: ClassVar[bool] = False
 
-    def num_kept(self, rows: int, cols: int) -> int:
-        return 1
-
     def factor(self, norms: Norms, kept: Tensor) -> Tensor:
         radius = kept.to(norms.whole.dtype)
         return _over(torch.where(radius > 0, radius, norms.whole), norms.whole)
@@ -455,17 +441,15 @@ class HyperballWeight(WeightStage):
 
 Stages = tuple[Stage, ...]
 
-CAUTIOUS = "cautious"  # has no stage; `apply_` of step/update.py implements its weight decay
 VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    CAUTIOUS: (),
+    "cautious": (),  # `apply_` of step/update.py implements its weight decay
 }
 
-_STAGES = tuple(itertools.chain.from_iterable(VARIANTS.values()))
-KEPT_KEYS = tuple(dict.fromkeys(stage.key for stage in _STAGES if stage.key))  # keys of the state of all stages
-WEIGHT_NORMS = tuple(stage.key for stage in _STAGES if isinstance(stage, WeightStage))  # keys of stored weight norms
+# keys of the state of all stages
+KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 
 
@@ -497,10 +481,10 @@ def check_variant(group: Mapping[str, Any]) -> None:
     for name in names:
         if all(stage.decays for stage in VARIANTS[name]):
             continue
-        if CAUTIOUS in names:
+        if "cautious" in names:
             raise ValueError(
                 f"variant={group['variant']!r}: {name!r} keeps the norm of weights, which do not decay then, "
-                f"cautiously or not. Leave {CAUTIOUS!r} out"
+                "cautiously or not. Leave 'cautious' out"
             )
         if float(group.get("weight_decay", 0.0)) != 0.0:
             raise ValueError(

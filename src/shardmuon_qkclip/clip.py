@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from shardmuon._torch import is_dtensor, local_if_any, never_compiled
+from shardmuon._torch import is_dtensor, local_if_any
 from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.errors import level_of_the_caller, made_public
-from shardmuon.host import creates_state_only
-from shardmuon_qkclip.layers import Attention, Holder, attention_layers
+from shardmuon.errors import Refused, level_of_the_caller
+from shardmuon.host import Host
+from shardmuon_qkclip.layers import Attention, Holder
 from shardmuon_qkclip.scaling import LayerLogits, Scaler
 
 
@@ -94,7 +94,7 @@ class QKClip:
         every: Interval in steps. Logits are measured and weights are scaled in the first step, and then once per
             interval. Other steps cost nothing.
         layers: Layers to measure and scale. The name of each layer must be the name of its module. Default: all layers
-            that `attention_layers` finds.
+            that `Attention.all_in` finds.
         logits: Optional function that replaces the hooks, for compiled models and for kernels that return the largest
             logits (TransformerEngine's max_logit). It returns a mapping from layer names to (num_heads,) tensors: the
             largest logit of each head since the function's last call, after the softmax scale. Heads with -inf, and
@@ -141,7 +141,7 @@ class QKClip:
                 "steps the weights, of Megatron's chain optimizer.chained_optimizers[0].optimizer"
             )
         holders = Holder.all_in(model)
-        self.layers = tuple(attention_layers(model) if layers is None else layers)
+        self.layers = tuple(Attention.all_in(model) if layers is None else layers)
         if every < 1 or not self.layers:
             raise ValueError(
                 f"no attention was found in {type(model).__name__} (its modules hold none of the weights that "
@@ -182,14 +182,14 @@ class QKClip:
     def _watch(self, layer: Attention, holder: Holder) -> None:
         module, entered = holder.module, list[_Watch]()
 
-        @never_compiled
+        @torch._disable_dynamo
         def before(called: nn.Module, args: Any) -> None:
             # deepcopy copies hooks, so a copy of the module calls this hook, too
             if called is module and self._is_measured and torch.is_grad_enabled():
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
 
-        @never_compiled
+        @torch._disable_dynamo
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is module and entered:
                 entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -252,13 +252,13 @@ class QKClip:
     # ---------------------------------------------------------------------------------------------------- stepping
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if creates_state_only():
+        if Host.creates_state_only():
             return
         done, host = tuple[LayerLogits, ...](), self._scaler.host
         try:
             if self._is_measured:
                 if not self._has_reduced:
-                    with made_public():
+                    with Refused.made_public():
                         self._scaler.reduce(self._measure or (lambda: self._pending))
                     self._has_reduced = True
                 done = self._scaler.apply_()

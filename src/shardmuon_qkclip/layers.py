@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.presets import find_preset, fused_parts
-from shardmuon.routing.roles import Place, find_places, logical_shape
+from shardmuon.routing.presets import Role
+from shardmuon.routing.roles import Place, Placed
 
 _Role = Literal["q", "k", "q_pe", ""]
 _Parts = tuple[tuple[_Role, int], ...]
@@ -117,6 +117,20 @@ class Attention:
                 "and 'q_pe', key heads those of 'k'"
             )
 
+    @classmethod
+    def all_in(cls, model: nn.Module) -> tuple[Attention, ...]:
+        """Find the attention layers of a model, in the model's order. The result, possibly edited, can be passed to
+        `QKClip(layers=)`.
+
+        Args:
+            model: The model. It can be wrapped or sharded.
+
+        Raises:
+            ValueError: A layer's sizes do not fit its weights, the logits of a layer cannot be measured, or the name of
+                a weight suggests that the weight fuses queries and keys in an unknown form.
+        """
+        return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
+
 
 # ------------------------------------------------------------------------------------------------------ finding them
 
@@ -161,7 +175,7 @@ class Holder(NamedTuple):
         """Return the global shape of the parameter named `below`; (0,) if the shape is unknown, as for plain
         tensor-parallel shards."""
         param, place = self.weights[below]
-        shape, unknown = logical_shape(param, place.module)
+        shape, unknown = Placed(param, (place,)).shape({})
         return (0,) if unknown else shape
 
     def number(self, *names: str) -> int:
@@ -175,26 +189,12 @@ class Holder(NamedTuple):
     def all_in(cls, model: nn.Module) -> dict[str, Holder]:
         """Find every module that has parameters, either itself or in its submodules, by module name."""
         found: dict[str, Holder] = {}
-        for param, places in find_places(model):
+        for param, places in Placed.all_in(model):
             for place in places:
                 for below, module in place.owners:
                     name = place.name.removesuffix(below).rstrip(".")
                     found.setdefault(name, cls(name, module, {})).weights.setdefault(below, (param, place))
         return found
-
-
-def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
-    """Find the attention layers of a model, in the model's order. The result, possibly edited, can be passed to
-    `QKClip(layers=)`.
-
-    Args:
-        model: The model. It can be wrapped or sharded.
-
-    Raises:
-        ValueError: A layer's sizes do not fit its weights, the logits of a layer cannot be measured, or the name of a
-            weight suggests that the weight fuses queries and keys in an unknown form.
-    """
-    return tuple(layer for layer in map(_layer_in, Holder.all_in(model).values()) if layer is not None)
 
 
 def _layer_in(holder: Holder) -> Attention | None:
@@ -225,14 +225,14 @@ def _layer_in(holder: Holder) -> Attention | None:
         return _layer(holder, {"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)
     for below, (_, place) in holder.weights.items():
         is_of_child = below.count(".") == 1 and below.endswith(".weight")
-        preset = find_preset(place.owners, holder.shape(below)) if is_of_child else None
+        preset = Role.of_known_type(place.owners, holder.shape(below)) if is_of_child else None
         if preset is not None and preset.reason.startswith("fused q, k, v"):
             sizes = preset.view["split_sizes"]
             # Cross-attention has 2 sizes (k, v). Layers with 4 sizes (q, k, v, z) compute no softmax attention.
             if len(sizes) == 3:
                 groups, dim = preset.view.get("split_groups", 1), int(preset.view.get("transposed", False))
                 return _layer(holder, {below: tuple(zip(("q", "k", ""), sizes, strict=True))}, groups, dim)
-        if is_of_child and preset is None and "q" in (fused_parts(below) or ()):
+        if is_of_child and preset is None and "q" in (place.fused_parts or ()):
             raise ValueError(
                 f"{place.name}: by its name it holds queries and keys, but of a type that is not known, so which "
                 f'rows are whose is not. {_LIST_THEM}, with parts such as (("q", rows), ("k", rows), ("", rows))'

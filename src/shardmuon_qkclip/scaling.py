@@ -40,19 +40,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon.comm.groups import GroupRef, Ranks, close_lane, group_for, my_rank, num_ranks, wire_device
-from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, Unlike, digest_of
-from shardmuon.errors import (
-    RELOAD,
-    REMEDY,
-    ExchangeError,
-    Refused,
-    about,
-    fault_text,
-    naming,
-    ranks_text,
-    stays_itself,
-)
+from shardmuon.comm.groups import GroupRef, Lane, Ranks, group_for, my_rank, num_ranks, wire_device
+from shardmuon.comm.vote import Agreed, Ballot, Fault, Phase, digest_of
+from shardmuon.errors import ExchangeError, Refused, about, fault_text, ranks_text, stays_itself
 from shardmuon.host import Host, Hosts, Weight
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
@@ -113,8 +103,8 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.num():  # sizes are equal on all ranks with this weight, so all of them raise
-                raise Unlike(
+            if size != rows.num():  # equal on all ranks with this weight, so all raise the error
+                raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
                 )
@@ -201,7 +191,7 @@ class Scaler(TableCall[_Bound]):
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
-                    close_lane(self._bound.component)  # ranks that wait for this rank then fail immediately
+                    Lane.close_over(self._bound.component)  # ranks that wait for this rank then fail immediately
             raise
 
     @torch.no_grad()
@@ -246,7 +236,7 @@ class Scaler(TableCall[_Bound]):
     def _remember(self, text: str) -> str:
         """Make the optimizer refuse further steps, as after an error in a step. Returns the complete error message,
         which contains the reason `text`."""
-        text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
+        text = f"QK-clip was broken off: {text}. {ExchangeError.RELOAD if self._is_alone else ExchangeError.REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
         return text
@@ -407,9 +397,10 @@ def _largest(
     `ranks`."""
     if len(ranks) == 1:
         return flat
-    group = group_for(ranks, hint)
+    group = group_for(ranks, None if hint is None else hint.live())
     flat = flat.to(wire_device(flat.device, ranks))
-    with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):
+    where = f"QK-clip: the largest logits of ranks {ranks_text(ranks)}"
+    with ExchangeError.naming(lambda: where, "Nothing was scaled here"):
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     return flat
 

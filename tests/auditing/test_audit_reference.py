@@ -32,7 +32,7 @@ from shardmuon.options import VIEW_DEFAULTS, Settings
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import schedule as named
 from shardmuon.step.update import apply_
-from shardmuon.testing.layouts import cut_matrices
+from shardmuon.testing.layouts import ParamCase
 
 SCHEDULES = {"keller": KELLER, "polar express": named("polar_express").triples}
 SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 64), (96, 384))
@@ -100,19 +100,18 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     # `apply_` and `recovered_update` each round the weight twice, at the decay and at the update. Four roundings are
     # also allowed for the update.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
-    arithmetic = Arithmetic(s, Choice("standard"), *[torch.float64] * 6)
+    arithmetic = Arithmetic(s, Choice("standard", torch.float64), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
 
 
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """The parts that ranks send must contain every element of a matrix once, in the right place, although they are
-    computed without the tiles that the step uses."""
-    for layout, _ in model:
+    """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
+    for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)
-        for index, expected in enumerate(cut_matrices(layout.view, full)):
+        for index, expected in enumerate(ParamCase(layout.view.shape, "", options).matrices(full)):
             sent = torch.full((expected.numel(),), math.nan)
             for rank, held in zip(layout.ranks, layout.held, strict=True):
                 alone, part = _part_of(layout.view, index, held), _sent_by(layout, index, rank)

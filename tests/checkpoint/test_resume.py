@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from variant_cases import LATER
 
 from shardmuon import Muon, checkpoint
 from shardmuon.layout.engines import engine_of
-from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.compare import _rows_stored
+from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
@@ -139,7 +139,9 @@ class Job:
             for name, of_one in full.items():
                 param = self.model.get_parameter(name)
                 here = param if key == "weights" else self.optimizer.state[param][key]
-                wanted = _rows_stored(of_one, here) if key in KEPT_KEYS else local(cut[name])
+                wanted = of_one if key in KEPT_KEYS else local(cut[name])
+                if key in KEPT_KEYS and isinstance(here, DTensor):
+                    wanted = distribute_tensor(of_one, here.device_mesh, here.placements, src_data_rank=None).to_local()
                 stored = local(here).flatten()
                 if stored.dtype != of_one.dtype or not torch.equal(stored, wanted.flatten().to(of_one.dtype)):
                     found.append(f"{key} of {name}")
@@ -159,7 +161,7 @@ def uninterrupted(kind: str) -> dict[str, dict[str, Tensor]]:
 
 
 def on(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return [function(*args)] if world == 1 else get_pool(world).run(function, *args)
+    return [function(*args)] if world == 1 else RankPool.cached(world).run(function, *args)
 
 
 # ------------------------------------------------------------------------------------- one layout to another

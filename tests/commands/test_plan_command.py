@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from torch import nn
 
 from shardmuon import Muon
 from shardmuon.commands import main as cli
-from shardmuon.foresight import Report, plan, price_plan
-from shardmuon.foresight.hardware import _FOLDER, _NUMBERS, _OPTIONAL, _Known
+from shardmuon.foresight import Hardware, Price, Report, plan
+from shardmuon.foresight import hardware as hardware_module
 from shardmuon.foresight.models import build
-from shardmuon.foresight.report import Time, _lanes, _number, _seconds, _sections, _size
-from shardmuon.price.clock import Event, _Phase
+from shardmuon.foresight.report import Time
+from shardmuon.price.clock import Event
 
 DENSE = decoder(96, 48, 2, 4, 2, 12, 80)
 MOE = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=8, moe_intermediate_size=640)
@@ -31,6 +31,13 @@ MOE = decoder(96, 48, 2, 4, 2, 12, 80, num_experts=8, moe_intermediate_size=640)
 @pytest.fixture(scope="module")
 def report() -> Report:
     return plan("gpt2-xl", "shard=4", gpu="h100", tokens_per_step=5e5)
+
+
+def row_of(report: Report, name: str) -> str | None:
+    """The second column of a row of the report's text; None if there is no such row."""
+    found = (line for line in report.text(width=1000).splitlines() if line.startswith(f"{name}  "))
+    line = next(found, None)
+    return None if line is None else line.removeprefix(name).strip()
 
 
 def test_the_text_has_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,8 +61,8 @@ def test_the_text_has_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_report_says_how_many_parameters_work_on_a_token(
     config: dict[str, Any], options: dict[str, Any], told: str | None
 ) -> None:
-    rows = dict(_sections(plan(build(config), "shard=2", gpu="cpu-gloo", **options))[0].rows)
-    assert rows.get("active") == (told and f"{told} work on a token")
+    planned = plan(build(config), "shard=2", gpu="cpu-gloo", **options)
+    assert row_of(planned, "active") == (told and f"{told} work on a token")
 
 
 @pytest.mark.parametrize(
@@ -106,26 +113,38 @@ def test_wrong_input_is_told_what_to_write(
 
 
 def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> None:
-    """Halving every peak rate doubles the time of matmuls. docs/foresight.md must document every number of a hardware
-    file."""
-    text = (_FOLDER / "h100.yaml").read_text()
+    """Products take twice as long with half of everything's peak; docs/foresight.md names every number of a file."""
+    text = (Path(hardware_module.__file__).parent / "data" / "hardware" / "h100.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  peak \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
     mine = plan("gpt2-xl", "shard=4", gpu=tmp_path / "mine.yaml").price
     assert mine.parts["products"] == Time(*(2 * end for end in report.price.parts["products"]))
     page = (Path(__file__).parents[2] / "docs" / "foresight.md").read_text()
-    assert [name for name in (*_NUMBERS, *_OPTIONAL) if f"`{name}`" not in page] == []
+    numbers = {number for name in Hardware.names() for number in Hardware.load(name).numbers}
+    starts = {number: itertools.accumulate(number.split(), lambda start, word: f"{start} {word}") for number in numbers}
+    assert [number for number, of in starts.items() if not any(f"`{start}`" in page for start in of)] == []
 
 
-def test_units_are_those_that_people_read() -> None:
-    values = (0.0, 3.21e-6, 0.0785, 0.9996, 4.951, 123.4)
-    assert [_seconds(v) for v in values] == ["0 us", "3.21 us", "78.5 ms", "1,000 ms", "4.95 s", "123 s"]
-    values = (0, 1023, 2**20, 3.5 * 2**40, -(2**31))
-    assert [_size(v) for v in values] == ["0 B", "1,023 B", "1 MiB", "3.5 TiB", "-2 GiB"]
-    assert [_number(v) for v in (12, 7_000_000, 1.04e12)] == ["12", "7 M", "1.04 T"]
+def test_units_are_those_that_people_read(report: Report) -> None:
+    times = {0.0: "0 us", 3.21e-6: "3.21 us", 0.0785: "78.5 ms", 0.9996: "1,000 ms", 4.951: "4.95 s", 123.4: "123 s"}
+    for seconds, text in times.items():
+        price = replace(report.price, step=Time(seconds, seconds, seconds))
+        assert str(row_of(replace(report, price=price), "optimizer step")).endswith(f"most likely {text}")
+    for memory, text in {0: "0 B", 1023: "1,023 B", 2**20: "1 MiB", 3.5 * 2**40: "3.5 TiB"}.items():
+        assert f" of {text}; " in str(row_of(_with_memory(report, memory), "memory of a rank"))
+    for number, text in {12: "12", 7_000_000: "7 M", 1_040_000_000_000: "1.04 T"}.items():
+        exact = replace(report.exact, muon_params=number, adamw_params=0)
+        assert f" {text} parameters, {text} of them" in str(row_of(replace(report, exact=exact), "model"))
     assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
 
 
-# Each option has a value that is not its default, and whether the value changes the counts of the plan.
+def _with_memory(report: Report, size: float) -> Report:
+    """The report for a machine of another size of memory."""
+    number = replace(report.hardware["memory_bytes"], rows={1.0: [(1.0, size, size, size)]})  # type: ignore[type-var]
+    hardware = replace(report.hardware, numbers={**report.hardware.numbers, "memory_bytes": number})
+    return replace(report, hardware=hardware)
+
+
+# Every option of `Muon` with a value that is not its default, and whether that plans or counts something else.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -171,18 +190,19 @@ def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -
     assert (opened - closed).keys() == {"meta", "link"} and not closed - opened
     assert all(address.startswith("data:") for address in re.findall(r'(?:src|href|data|srcset)="([^"]*)"', text))
     assert "script" not in opened and "url(" not in text and "@import" not in text
-    assert all(text.count(f"--{phase}: #") == 2 for phase in get_args(_Phase)), "light and dark"
+    assert all(text.count(f"--{phase}: #") == 2 for phase in get_args(get_type_hints(Event)["phase"])), "light and dark"
     assert opened["rect"] == len(report.price.timeline)
-    assert [title.replace("&#39;", "'") for title in re.findall("<h2>(.*)</h2>", text)[1:]] == [
-        section.title for section in _sections(report)
-    ]
+    titles = [section.partition("\n")[0] for section in str(report).split("\n\n")]
+    assert [title.replace("&#39;", "'") for title in re.findall("<h2>(.*)</h2>", text)[1:]] == titles
 
 
 def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
     events = report.price.timeline
-    for lane in range(1 + max(_lanes(events))):
-        drawn = sorted((e for e, at in zip(events, _lanes(events), strict=True) if at == lane), key=lambda e: e.start)
-        assert drawn and all(first.end <= second.start for first, second in itertools.pairwise(drawn))
+    lanes = re.findall(r'<rect [^>]*y="([^"]+)"', report.html())
+    for lane in set(lanes):
+        drawn = sorted((e for e, at in zip(events, lanes, strict=True) if at == lane), key=lambda e: e.start)
+        assert all(first.end <= second.start for first, second in itertools.pairwise(drawn))
+    assert len(set(lanes)) > 1
     nothing = replace(report.price, timeline=(Event(-1, "begin", 0.0, 0.0),))
     assert 'width="0.6"' in replace(report, price=nothing).html()
 
@@ -193,7 +213,7 @@ def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
 def test_a_live_plan_has_a_price_and_says_from_which_share_of_the_work_the_gram_form_is_taken() -> None:
     layers = (nn.Linear(64, 96, bias=False), nn.Linear(96, 640, bias=False))
     made = Muon(nn.Sequential(*layers).parameters(), lr=0.02, ns_dtype=torch.float32).prepare()
-    found = price_plan(made, "cpu-gloo")
+    found = Price.of_plan(made, "cpu-gloo")
     assert found.rank == 0 and 0.0 < found.step.lo < found.step.mid < found.step.hi
     assert {event.phase for event in found.timeline} == {"begin", "fill", "orthogonalize", "apply"}
     for item in made.items:
@@ -212,7 +232,5 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),
     ):
-        fact = _Known("for tests", True, {1.0: [(1.0, *[have] * 3)]})
-        hardware = replace(report.hardware, numbers={**report.hardware.numbers, "memory_bytes": fact})
-        row = dict(_sections(replace(report, hardware=hardware))[1].rows)["memory of a rank"]
-        assert row.startswith(f"{word}: {_size(need)}") and "%" not in row
+        row = str(row_of(_with_memory(report, have), "memory of a rank"))
+        assert row.startswith(f"{word}: ") and "%" not in row

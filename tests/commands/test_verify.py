@@ -4,9 +4,11 @@ command fail."""
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +22,26 @@ from torch import Tensor
 from shardmuon.comm.groups import Traffic
 from shardmuon.commands import verify
 from shardmuon.commands.main import main
-from shardmuon.commands.verify import _row
 from shardmuon.step import update
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 
+def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
+    """Rows that the command prints if all layouts keep the contract on this pool."""
+    out = io.StringIO()
+    with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
+        assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()
+    header, _, *lines = (re.split("  +", line) for line in out.getvalue().partition("\n\n")[0].splitlines())
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
 @pytest.fixture(scope="module")
 def shown(world2: RankPool) -> dict[str, str]:
-    ok, cells = _row(world2, "fsdp2")
-    assert ok
-    return cells
+    (row,) = rows_of(world2, "--layout", "fsdp2")
+    return row
 
 
 @pytest.mark.numeric
@@ -51,16 +60,16 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
 
 
 def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, str]) -> None:
-    ok, normed = _row(world2, "fsdp2", "hyperball")
-    assert ok and normed["= torch"] == "-"
+    _, normed = rows_of(world2, "--layout", "fsdp2", "--variant", "hyperball")
+    assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = _row(world2, "single", "hyperball")  # Without a process group, each rank updates its own matrices.
+    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")  # each rank has its own matrices
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """Run `compare_with_dense` for one step. On one rank, the result of the function `name` is damaged once."""
+    """`Comparison.with_dense` of one step; on one rank what a function of the step has written is damaged once."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -70,9 +79,9 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    compare_with_dense(layout, **given)  # The undamaged run caches the dense reference for the second run.
+    Comparison.with_dense(layout, **given)  # the reference is made with nothing damaged
     with mock.patch.object(update, name, spoiled):
-        return compare_with_dense(layout, **given)
+        return Comparison.with_dense(layout, **given)
 
 
 def _lost(params: Sequence[Tensor], *rest: object) -> None:
@@ -98,10 +107,9 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 @pytest.mark.ranks
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
-    ok, cells = _row(deepspeed_pools[3], "zero3")
-    assert ok and cells["NS runs"] == cells["matrices"] == "58", cells
-    # Under DeepSpeed, a step takes several calls of the optimizer, one for each set of partitions.
-    assert int(cells["collectives"]) >= 3
+    (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
+    assert cells["NS runs"] == cells["matrices"] == "58", cells
+    assert int(cells["collectives"]) >= 3  # by each set of partitions that DeepSpeed steps together
     assert int(cells["bytes/rank"]) > 1000
 
 
@@ -113,12 +121,11 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        # Without DeepSpeed, the command runs only the layouts that torch itself can build.
-        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),
-        (TWO, {compare_with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
-        (TWO, {compare_with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
-        (TWO, {compare_with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),
-        (TWO, {compare_with_dense: {"max_difference": math.nan}}, 1, "1 of 2 layouts keep the contract"),
+        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),  # all that torch makes
+        (TWO, {Comparison.with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),
+        (TWO, {Comparison.with_dense: {"max_difference": math.nan}}, 1, "1 of 2 layouts keep the contract"),
         (("--ranks", "0"), {}, 2, "must be at least 1"),
         (("--layout", "deepspeed"), {}, 2, "pip install 'shardmuon[deepspeed]'"),
     ],

@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Muon
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import _Mesh, count
+from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool
 
 # ---------------------------------------------------------------------------------------- plans of any layout, counted
 
@@ -46,10 +46,10 @@ AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
-def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model, sharded by torch's own functions as in a user's script, and options of the optimizer."""
+def _live_model(config: dict[str, Any], mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The model as its users would shard it, with torch's own functions."""
     torch.manual_seed(0)
-    model: Any = build(config, "cpu")
+    model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     if mesh.shard == mesh.tp == 1:
@@ -81,7 +81,7 @@ def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[st
     return model, {}
 
 
-def _live(config: dict[str, Any], mesh: _Mesh, options: dict[str, Any]) -> dict[str, Any]:
+def _live(config: dict[str, Any], mesh: Any, options: dict[str, Any]) -> dict[str, Any]:
     model, given = _live_model(config, mesh)
     optimizer = Muon(model, lr=0.02, **options, **given)
     for p in model.parameters():
@@ -121,5 +121,5 @@ def _live(config: dict[str, Any], mesh: _Mesh, options: dict[str, Any]) -> dict[
 def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_job(
     config: dict[str, Any], mesh: str, options: dict[str, Any]
 ) -> None:
-    exact = count(build(config), mesh, gpus_per_node=2, device="cpu", **options)
-    same_as_live(exact, get_pool(exact.world).run(_live, config, exact.mesh, options))
+    exact = Exact.of_job(build(config), mesh, gpus_per_node=2, device="cpu", **options)
+    same_as_live(exact, RankPool.cached(exact.world).run(_live, config, exact.mesh, options))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,24 +14,33 @@ import pytest
 import torch
 import yaml
 from tolerances import assert_rounded
+from torch import nn
 
 from shardmuon.foresight import hardware as hardware_module
-from shardmuon.foresight.counting import BucketCount, _Matrices, _Sent, _Sides
-from shardmuon.foresight.hardware import _FOLDER, Hardware, Rates, _Known, _measured, _parse
-from shardmuon.foresight.job import Exact, _Mesh, _RankClass, _Stored
+from shardmuon.foresight.hardware import Hardware, Rates
+from shardmuon.foresight.job import Exact
 from shardmuon.foresight.report import Price, Time
 from shardmuon.orthogonalize import batch_size
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(rows: Sequence[Sequence[float]], slope: float = 0.0) -> _Known:
-    return _Known("here", True, {1.0: _measured(rows)}, slope)
+SHIPPED = Hardware.load("h100")
+
+
+def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
+    """A table of a hardware file: aspect -> rows (size, low, middle, high)."""
+    return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
+
+
+def _table(rows: Sequence[Sequence[float]], slope: float = 0.0, verified: bool = True) -> Any:
+    full = [(at, low, *(middle or [math.sqrt(low * high)]), high) for at, low, *middle, high in rows]
+    return _known({1.0: full}, slope, verified)
 
 
 CURVE = _table([(100, 1.0, 2.0, 4.0), (10_000, 16.0, 18.0, 64.0)])
 RATE, TIME = (_table([(10, 1.0, 1.0), (100, 2.0, 2.0)], slope) for slope in (0.0, 1.0))
-SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured([(10, 16.0, 16.0)])})
+SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
 
 
 @pytest.mark.parametrize(
@@ -51,7 +61,7 @@ SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured
     ],
 )
 def test_tables_are_straight_in_logarithms_and_say_where_they_end(
-    table: _Known, at: tuple[float, ...], value: tuple[float, ...], outside: bool
+    table: Any, at: tuple[float, ...], value: tuple[float, ...], outside: bool
 ) -> None:
     found, beyond = table.at(*at)
     assert tuple(round(number, 9) for number in found) == value and beyond == outside
@@ -85,7 +95,7 @@ def _rows(*rows: Sequence[float]) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_without_products, r"mine: lacks title, nic \(bytes/s.*; has the unknown speed, pass copy"),
+        (_without_products, r"mine.yaml: lacks title, nic \(bytes/s.*; has the unknown speed, pass copy"),
         (_number("nic", 5e10), r"nic: it must be \{value"),
         (_number("nic", {"low": 3, "high": 2, "source": "x", "verified": True}), "low before high"),
         (_number("peak float16", {"high": 2, "source": "x", "verified": True}), "peak float16: lacks 'low'"),
@@ -98,11 +108,13 @@ def _rows(*rows: Sequence[float]) -> Callable[[Any], None]:
         (lambda data: data.pop("numbers"), "a hardware file is a mapping with numbers"),
     ],
 )
-def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told: str) -> None:
-    data = yaml.safe_load((_FOLDER / "h100.yaml").read_text())
+def test_a_file_that_is_wrong_is_told_where(change: Callable[[Any], None], told: str, tmp_path: Path) -> None:
+    shipped, file = Path(hardware_module.__file__).parent / "data" / "hardware" / "h100.yaml", tmp_path / "mine.yaml"
+    data = yaml.safe_load(shipped.read_text())
     change(data)
+    file.write_text(yaml.safe_dump(data, sort_keys=False))
     with pytest.raises(ValueError, match=told):
-        _parse(data, "mine")
+        Hardware.load(file)
 
 
 # ---------------------------------------------------------------------------------------------------- seconds of parts
@@ -144,9 +156,8 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # The lower end of a predicted interval uses the highest rate and the lowest latency.
-    unsure = {"link_efficiency": _Known("here", True, {1.0: [(1.0, 0.5, 0.8, 1.0)]})}
-    unsure["latency_inside"] = _Known("here", True, {1.0: [(1.0, 1e-5, 2e-5, 4e-5)]})
+    # the best of an interval takes the most of a rate, and the least of a time
+    unsure = {"link_efficiency": _table([(1.0, 0.5, 0.8, 1.0)]), "latency_inside": _table([(1.0, 1e-5, 2e-5, 4e-5)])}
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
     assert Time(*Rates(unsure_machine).exchange(8, 1, 0, 7, False)["latency"]) == Time(1e-5, 2e-5, 4e-5)
@@ -193,8 +204,8 @@ def test_a_wide_interval_names_its_reason_and_what_is_certain_has_no_width() -> 
     [
         ("gram float32", "peak", "peak float32"),
         ("standard bfloat16", "peak", "peak bfloat16"),
-        ("gram", "peak", "peak float16"),  # Without a dtype in the name, the Gram form uses fp16.
-        ("torch", "peak", "peak bfloat16"),
+        ("gram float16", "peak", "peak float16"),
+        ("torch bfloat16", "peak", "peak bfloat16"),
         ("standard bfloat16", "efficiency", "efficiency of any"),
     ],
 )
@@ -218,8 +229,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _exactly(value: float) -> _Known:
-    return _Known("made for tests", True, {1.0: [(1.0, value, value, value)]})
+def _exactly(value: float) -> Any:
+    return _table([(1.0, value, value, value)])
 
 
 def _machine(certain: bool = False) -> Hardware:
@@ -249,46 +260,19 @@ def _machine(certain: bool = False) -> Hardware:
     }
     numbers = {name: _exactly(value) for name, value in values.items()}
     numbers |= {f"peak {dtype}": _exactly(1e14) for dtype in ("bfloat16", "float16", "float32", "float64")}
-    numbers["efficiency of any"] = _Known("made for tests", certain, {1.0: _measured([(256, *share), (4096, *share)])})
+    numbers["efficiency of any"] = _table([(256, *share), (4096, *share)], verified=certain)
     return Hardware("test", "A machine of round numbers", "cuda", numbers)
 
 
-def _but(without: str, given: dict[str, _Known]) -> Hardware:
-    """Return the machine of `_machine` with some numbers replaced. Numbers whose name includes the word `without` are
-    left out."""
+def _but(without: str, given: dict[str, Any]) -> Hardware:
+    """The machine without numbers whose names have a word, and with others."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the counts of four ranks that share eight matrices of rows x 4096 in two buckets, with one matrix per rank
-    and bucket."""
-    size = rows * 4096
-    moved = _Sent(inside=2 * size * 3 // 4, peers=3)
-    sides = _Sides(gather=moved, scatter=moved)
-    buckets = tuple(
-        BucketCount(
-            number=number,
-            route="owner",
-            num_ranks=4,
-            num_nodes=1,
-            itemsize=2,
-            matrices=(_Matrices(rows, 4096, "standard bfloat16", 1, 10**12),),
-            held=size,
-            foreign=size * 3 // 4,
-            sent=sides,
-            received=sides,
-        )
-        for number in range(2)
-    )
-    rank = _RankClass(
-        ranks=(0, 1, 2, 3),
-        stage=0,
-        stored=_Stored(weights=8 * size, momentum=8 * size, moments=8_000),
-        buckets=buckets,
-        muon_elements=2 * size,
-        adamw_elements=1_000,
-        votes=1,
-    )
-    return Exact("toy", "made for tests", 8 * size, 4_000, _Mesh(shard=4), (rank,), tokens_flops=6 * 10**9)
+    """Four ranks that share eight matrices of rows x 4096 and a vector of 4000 elements."""
+    with torch.device("meta"):
+        model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))
+    return Exact.of_job(model, "shard=4", method="standard", ns_dtype=torch.bfloat16)

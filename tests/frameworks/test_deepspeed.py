@@ -33,7 +33,7 @@ from shardmuon.auditing.report import AuditSchedule, Finding
 from shardmuon.frameworks import deepspeed as zero
 from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
-from shardmuon.testing.frameworks import whole_momentum
+from shardmuon.testing.frameworks import ZeroRun
 
 pytestmark = [
     pytest.mark.ranks,
@@ -113,7 +113,7 @@ def _check_straddling(job: Job) -> None:
     for name in job.trained:
         key = "exp_avg" if name == "v" else "momentum_buffer"
         dense = job.reference.state[job.dense.get_parameter(name)][key]
-        assert torch.equal(whole_momentum(getattr(job.net, name)), dense), name
+        assert torch.equal(ZeroRun.whole_momentum(getattr(job.net, name)), dense), name
 
 
 @pytest.mark.parametrize(("world", "case"), CASES, ids=str)

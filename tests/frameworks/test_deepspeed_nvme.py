@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed import _refuse_loaded, _refuse_options, _refuse_swaps, load_checkpoint
 from shardmuon.testing import RankError, RankPool
-from shardmuon.testing.frameworks import whole_momentum
+from shardmuon.testing.frameworks import ZeroRun
 
 swaps = pytest.mark.skipif(
     os.environ.get("SHARDMUON_NVME") != "1" or importlib.util.find_spec("deepspeed") is None,
@@ -87,7 +87,7 @@ def _run(case: Case) -> None:
             dense = job.dense.get_parameter(name)
             assert torch.equal(masters[name], dense.detach()), name
             kept = job.reference.state[dense]["exp_avg" if name in ADAMW else "momentum_buffer"]
-            assert torch.equal(whole_momentum(getattr(job.net, name)), kept), name
+            assert torch.equal(ZeroRun.whole_momentum(getattr(job.net, name)), kept), name
             assert float((dense - job.start[name]).norm()) > 1e-3
         state = {flat: of for flat, of in job.optimizer.state.items() if flat.dim() == 1 and not flat.numel()}
         assert len(state) == SWAPPED

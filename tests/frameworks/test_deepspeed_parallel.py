@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.testing import RankPool
-from shardmuon.testing.frameworks import initialize, whole_momentum, whole_weight
+from shardmuon.testing.frameworks import ZeroRun
 
 pytestmark = [
     pytest.mark.ranks,
@@ -49,7 +49,7 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         net = deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
         optimizer = Muon(net, **HALF)
         config = Case(zero, dtype=dtype, accumulate=2).written() | {"train_micro_batch_size_per_gpu": 4}
-        engine = initialize(net, optimizer, config)
+        engine = ZeroRun.initialize(net, optimizer, config)
         before = {p: p.detach().float().clone() for p in net.parameters() if p.ndim == 2}
         generator = torch.Generator().manual_seed(engine.grid.get_data_parallel_rank())
         inputs, targets = torch.randn(4, SIZES[0][0], generator=generator), torch.rand(4, 8, generator=generator)
@@ -57,8 +57,10 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
         losses = [float(engine.train_batch(batches))]
         ran = optimizer.traffic.orthogonalized
         for p, weight in before.items():
-            momentum = whole_momentum(p) if zero else optimizer.state[p]["momentum_buffer"]
-            assert torch.equal(whole_weight(p) if zero else p.detach(), dense_update(weight, momentum)), tuple(p.shape)
+            momentum = ZeroRun.whole_momentum(p) if zero else optimizer.state[p]["momentum_buffer"]
+            assert torch.equal(ZeroRun.whole_weight(p) if zero else p.detach(), dense_update(weight, momentum)), tuple(
+                p.shape
+            )
         losses += [float(engine.train_batch(batches)) for _ in range(3)]
         stage = engine.grid.get_stage_id()
         engine.destroy()
@@ -126,7 +128,7 @@ def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
             return Muon(net, tp_group=groups.get_tensor_model_parallel_group() if "tp_group" in given else None, **HALF)
 
         config = Case(stage, dtype=dtype, config={"tensor_parallel": PARTS}).written()
-        engine = initialize(net, make, config | {"train_micro_batch_size_per_gpu": 4})  # type: ignore[arg-type]
+        engine = ZeroRun.initialize(net, make, config | {"train_micro_batch_size_per_gpu": 4})  # type: ignore[arg-type]
         try:
             x = torch.randn(4, 13, generator=torch.Generator().manual_seed(3))
             engine.backward(engine(x.bfloat16() if dtype == "bf16" else x).square().mean())

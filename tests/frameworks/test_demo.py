@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]
@@ -81,7 +81,7 @@ def in_one_process() -> tuple[dict[str, Tensor], dict[str, Any]]:
 )
 def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int) -> None:
     expected, alone = in_one_process()
-    for batch, run in get_pool(ranks).run(batch_and_run, layout):
+    for batch, run in RankPool.cached(ranks).run(batch_and_run, layout):
         assert batch.keys() == expected.keys()
         # Raw gradients are compared because Muon's update would hide a wrong scale.
         for name, whole in expected.items():

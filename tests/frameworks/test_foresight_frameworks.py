@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
 from shardmuon.comm.groups import Traffic
-from shardmuon.foresight.job import count
+from shardmuon.foresight.job import Exact
 from shardmuon.foresight.models import build
-from shardmuon.testing.frameworks import initialize
+from shardmuon.testing.frameworks import ZeroRun
 from shardmuon.testing.pool import RankPool
 
 ODD = decoder(97, 50, 2, 5, 1, 10, 81)  # The sizes in ODD require padding of the flat buffer on any number of ranks.
@@ -38,13 +38,13 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dict[str, Any]:
-    model: Any = build(config, "cpu")
+    model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():
         nn.init.normal_(p)
     optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **OPTIONS)
     model.forward = lambda: torch.stack([p.float().sum() for p in model.parameters()]).sum()
     case = Case(number, dtype="bf16" if weights == torch.bfloat16 else "fp32")
-    engine = initialize(model, optimizer, case.written())
+    engine = ZeroRun.initialize(model, optimizer, case.written())
     for _ in range(2):
         engine.backward(engine())
         before = optimizer.traffic.since(Traffic())
@@ -84,7 +84,7 @@ def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
     stage: int, world: int, config: str, weights: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
     options = {"engine": "zero", "gpus_per_node": 2, "device": "cpu", "weights": weights, **OPTIONS}
-    exact = count(build(CONFIGS[config]), f"dp={world}", **options)
+    exact = Exact.of_job(build(CONFIGS[config]), f"dp={world}", **options)
     found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
     same_as_live(exact, found)
     assert all(live["zeros"] for live in found)

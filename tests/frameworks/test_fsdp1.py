@@ -33,10 +33,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import shardmuon
 from shardmuon import Muon, checkpoint, param_groups
 from shardmuon.layout.engines.fsdp1 import UnitPlace
-from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.frameworks import quiet, whole_weights, wrap
+from shardmuon.testing.compare import Comparison
+from shardmuon.testing.frameworks import Fsdp1Run, quiet
 from shardmuon.testing.layouts import ParamCase
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.pool import RankPool
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
@@ -54,8 +54,8 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
         train(model, optimizer, range(steps))
-    routed, plain = (str(param_groups(each, lr=1e-3)) for each in (model, tied()))
-    return unlike(whole_weights(model), alone(steps)), routed == plain
+    routed, plain = (param_groups(each, lr=1e-3).rows for each in (model, tied()))
+    return unlike(Fsdp1Run.whole_weights(model), alone(steps)), routed == plain
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """The model has matrices, a tied embedding, norms, biases and a frozen unit. The optimizer is created either before
-    or after wrapping. Parameters must be routed as in the unwrapped model."""
-    assert get_pool(world).run(_trained, strategy, before, how) == [([], True)] * world
+    """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is. The optimizer is
+    made before or after wrapping."""
+    assert RankPool.cached(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
 def _mixed() -> list[str]:
@@ -88,7 +88,7 @@ def _mixed() -> list[str]:
         for each in both:
             each.step()
             each.zero_grad()
-    return unlike(whole_weights(model), plain_weights(plain))
+    return unlike(Fsdp1Run.whole_weights(model), plain_weights(plain))
 
 
 def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
@@ -96,9 +96,8 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Check a step of a 2 x 2 matrix on three ranks, where the last rank's shard is only padding. Returns whether the
-    result is bitwise equal, and the number of elements on this rank."""
-    found = compare_with_dense(
+    """Four elements on three ranks: the last one keeps padding only. Also the elements that it keeps."""
+    found = Comparison.with_dense(
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
         lr=0.25,
@@ -121,7 +120,7 @@ def _saved_full(strategy: str, file: str) -> list[str]:
     if dist.get_rank() == 0:
         torch.save(saved, file)
     train(model, optimizer, range(2, 4))
-    return unlike(whole_weights(model), alone(4, **KEEPING))
+    return unlike(Fsdp1Run.whole_weights(model), alone(4, **KEEPING))
 
 
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
@@ -140,7 +139,7 @@ def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
             assert torch.equal(torch.as_tensor(again[name][key]), torch.as_tensor(value)), (name, key)
     assert all("kept_state" not in group for group in optimizer.param_groups)
     train(model, optimizer, range(2, 4))
-    return unlike(whole_weights(model), alone(4, **KEEPING))
+    return unlike(Fsdp1Run.whole_weights(model), alone(4, **KEEPING))
 
 
 KEEPING = {"variant": "normuon"}
@@ -196,7 +195,7 @@ def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
         second, other = job("FULL_SHARD", options, **placed)
         _load(folder, second, other, how)
     train(second, other, range(2, 4))
-    return unlike(whole_weights(second), alone(4, **options))
+    return unlike(Fsdp1Run.whole_weights(second), alone(4, **options))
 
 
 BF16 = {"momentum_dtype": torch.bfloat16}
@@ -219,7 +218,7 @@ def _net(kind: str) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
-        return wrap(net, "FULL_SHARD")
+        return Fsdp1Run.wrap(net, "FULL_SHARD")
     if kind == "fsdp2":
         return fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
@@ -300,9 +299,8 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
 def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
-    """shardmuon's norm must equal torch's on the plain model. After clipping, the norm is max_norm * norm / (norm +
-    1e-6), up to rounding."""
-    for expected, ours, theirs in itertools.chain(*get_pool(world).run(_clipped, strategy)):
+    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
+    for expected, ours, theirs in itertools.chain(*RankPool.cached(world).run(_clipped, strategy)):
         assert abs(ours - expected) <= NORM_ROUNDOFF * expected
         left = 0.01 * expected / (expected + 1e-6)
         assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
@@ -423,7 +421,7 @@ STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))
 def _planted(store: str) -> tuple[list[str], list[str]]:
     join(store)
     torch.manual_seed(0)
-    model = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)), "FULL_SHARD")
+    model = Fsdp1Run.wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)), "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
 
     def run() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardmuon import ExchangeError, Muon, audit, clip_grad_norm_, param_groups
 from shardmuon.frameworks.megatron import get_megatron_optimizer
 from shardmuon.step import update as pipeline
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 
 VARIANT = {"variant": "normuon+hyperball"}
 STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay.
@@ -130,7 +130,7 @@ def test_weights_and_main_weights_get_the_dense_update(
     facts: set[str],
     plans: list[list[str]] | None,
 ) -> None:
-    ranks = get_pool(world).run(_train, sizes, dtype, distributed, ddp)
+    ranks = RankPool.cached(world).run(_train, sizes, dtype, distributed, ddp)
     assert [sum(of_ranks) for of_ranks in zip(*(found["runs"] for found in ranks), strict=True)] == runs
     assert facts <= {name for name, holds in _facts(ranks).items() if holds}
     assert plans in (None, ranks[0]["plans"])
@@ -416,10 +416,10 @@ def test_checkpoints_resume_with_the_same_bits_on_other_ranks(
     tmp_path: pathlib.Path,
 ) -> None:
     kinds = list(dict.fromkeys(kind for *_, of_load in loads for kind in of_load))
-    wanted = get_pool(world).run(_save, tmp_path, kinds, sizes, distributed, muon)
+    wanted = RankPool.cached(world).run(_save, tmp_path, kinds, sizes, distributed, muon)
     for num_ranks, on, of_load in loads:
         for kind in of_load:
-            get_pool(num_ranks).run(_load, tmp_path, kind, on, distributed, muon, wanted)
+            RankPool.cached(num_ranks).run(_load, tmp_path, kind, on, distributed, muon, wanted)
 
 
 @needs_megatron
@@ -468,6 +468,21 @@ def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
         assert error.type_name == "ValueError" and "set the group's variant to None for one step" in error.message
         assert "its momentum was loaded, and not second_moment, which variant='normuon+hyperball'" in error.message
     world2.run(_begin_from_zeros, tmp_path, kind)
+
+
+def _unlike_counts() -> None:
+    with megatron():
+        made = job({})
+        made.train(0)
+        saved = copy.deepcopy(made.muons[0].state_dict())
+        saved["param_groups"][-1]["step"] += 1
+        with pytest.raises(ValueError, match=r"groups have taken \[1, 2\] steps"):
+            made.muons[0].load_state_dict(saved)
+
+
+@needs_megatron
+def test_groups_with_unlike_step_counts_are_refused_on_every_rank(world2: RankPool) -> None:
+    world2.run(_unlike_counts)
 
 
 # --------------------------------------------------------------------------------------------- all or nothing

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon._torch import local_if_any
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.pool import RankPool
 from shardmuon.variants import KEPT_KEYS
 
 needs_package = pytest.mark.skipif(
@@ -274,9 +274,9 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """The steps cover parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with
-    and without a stride, and experts with their own data-parallel group."""
-    found = get_pool(world).run(_train, form, variant)
+    """Also of parameters without a gradient anywhere, and of those that some rank stores nothing of, which lack it
+    there; tensor-parallel shards, of gate and up too, and experts within their own data-parallel group."""
+    found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names
     if form == EXPERTS:
@@ -390,8 +390,8 @@ def _load(form: str, folder: str, variant: dict[str, Any], dense_model: dict[str
 def test_a_checkpoint_resumes_with_the_same_bits_on_other_ranks(
     saved: str, loaded: str, world: int, variant: dict[str, Any], tmp_path: Path
 ) -> None:
-    states = get_pool(4).run(_save, saved, str(tmp_path), variant)[0]
-    get_pool(world).run(_load, loaded, str(tmp_path), variant, *states)
+    states = RankPool.cached(4).run(_save, saved, str(tmp_path), variant)[0]
+    RankPool.cached(world).run(_load, loaded, str(tmp_path), variant, *states)
 
 
 # ---------------------------------------------------------------------------------------------------- wrapping
@@ -448,4 +448,4 @@ def _example(hybrid: str) -> bool:
 def test_the_example_trains_with_the_bits_of_one_process_and_says_at_once_that_it_needs_gpus(
     hybrid: str, world: int
 ) -> None:
-    assert get_pool(world).run(_example, hybrid) == [True] * world
+    assert RankPool.cached(world).run(_example, hybrid) == [True] * world

@@ -12,7 +12,7 @@ from golden.table import DTYPES, OPTIONS, PARAMS, Row, placed, rows_of
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
-from shardmuon.testing import get_pool
+from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
@@ -55,7 +55,7 @@ def test_every_layout_has_the_bits_of_one_process(world: int, row: Row) -> None:
     """State of post-processing stages (NorMuon, ..) is not compared, because it is sharded differently from the
     weights. test_variants_layouts.py compares it."""
     whole = rows.run(row._replace(layout="single"))
-    assert get_pool(world).run(_differing, row, whole) == [[]] * world
+    assert RankPool.cached(world).run(_differing, row, whole) == [[]] * world
 
 
 def test_golden_rows_are_many_and_each_option_and_dtype_meets_every_number_of_ranks() -> None:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from shardmuon import Muon, clip_grad_norm_
 from shardmuon._torch import local_if_any
 from shardmuon.gradients.clip import _BOUND, _combine
-from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, groups_of, mesh_of, parameters
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, mesh_of, parameters
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
@@ -50,7 +50,7 @@ def _model(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
 def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
     matrices = {n: p for n, p in params.items() if n in PARAMS}
     vectors = [(n, p) for n, p in params.items() if n in VECTORS]
-    return Muon([*groups_of(matrices, PARAMS), {"params": vectors, "use_muon": False}], lr=0.02, **options)
+    return Muon([*ParamCase.groups(matrices, PARAMS), {"params": vectors, "use_muon": False}], lr=0.02, **options)
 
 
 @lru_cache
@@ -100,7 +100,7 @@ def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str
     at = list(LAYOUTS).index(layout)
     orders = (2.0, ORDERS[1 + at // 2 % (len(ORDERS) - 1)])
     runs = {torch.float32: orders[:1], torch.bfloat16: orders[:1]} if at % 2 else {torch.float32: orders}
-    assert get_pool(world).run(_matches_dense, layout, runs) == [[]] * world
+    assert RankPool.cached(world).run(_matches_dense, layout, runs) == [[]] * world
 
 
 # ------------------------------------------------------------------------------------------------- one process

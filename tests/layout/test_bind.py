@@ -22,11 +22,11 @@ from shardmuon._torch import local_if_any
 from shardmuon.layout.bind import Listed, _grids_of, bind
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.engines.base import Ties
-from shardmuon.layout.mesh import OnMesh, kept_layout
+from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.step.binding import fingerprint
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, mesh_of, parameters
 
 PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in PARAMS.items()}
@@ -64,7 +64,7 @@ def _bound(name: str) -> tuple[list[str], list[bytes]]:
     ],
 )
 def test_the_table_names_what_each_rank_stores(world: int, layout: str) -> None:
-    everyone = get_pool(world).run(_bound, layout)
+    everyone = RankPool.cached(world).run(_bound, layout)
     assert [wrong for wrong, _ in everyone] == [[]] * world
     assert all(digests == everyone[0][1] for _, digests in everyone)
 
@@ -79,13 +79,12 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
     table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
     for one, of_param in zip(table.params, table.layouts, strict=True):
-        engine, place = engine_of(one.param), None
+        engine, sizes = engine_of(one.param), [3] * len(of_param.view.matrices)
+        experts = torch.arange(len(full[one.name]))
         if engine.believes_placements:
-            place = OnMesh(*engine.claim(one.param, one.group).form[1:])  # type: ignore[arg-type]
-        kept, experts = (
-            kept_layout(of_param, [3] * len(of_param.view.matrices), place),
-            torch.arange(len(full[one.name])),
-        )
+            kept = engine.claim(one.param, one.group).form[1].kept(of_param, sizes)
+        else:
+            kept = ParamLayout.replicated(of_param.view.kept(sizes), of_param.ranks)
         numbers = stored(kept.of_rank(rank), experts[:, None].expand(kept.view.shape))
         storage = local_if_any(one.param).detach()
         here = [int(expert.flatten()[0]) for expert in storage] if storage.numel() else []

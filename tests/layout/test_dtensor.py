@@ -3,18 +3,21 @@ store."""
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from simulated import stored
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.engines.dtensor import _cuts_of, mesh_key
-from shardmuon.layout.mesh import reading, same_storage
-from shardmuon.testing.layouts import _fully_sharded, mesh_of
+from shardmuon.layout.engines.dtensor import DTensorEngine
+from shardmuon.layout.mesh import same_storage
+from shardmuon.testing.layouts import mesh_of
 from shardmuon.testing.pool import RankPool
 
 StridedShard = strided_shard()
@@ -25,9 +28,8 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
     """Return whether the placements are interpreted as exactly the elements that this rank stores."""
     assert isinstance(param, DTensor)
-    mesh, ranks = mesh_key(param.device_mesh)
-    storage, place = engine_of(param).storage(param), ranks.index(dist.get_rank())
-    held, implied = reading(tuple(full.shape), mesh, _cuts_of(param.placements))[place]
+    storage, (shape, place) = engine_of(param).storage(param), DTensorEngine().claim(param, {}).form
+    held, implied = place.reading(shape)[dist.get_rank()]
     return same_storage(implied, tuple(storage.shape)) and torch.equal(stored(held, full).flatten(), storage.flatten())
 
 
@@ -43,7 +45,11 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
             for i, (_, its_mesh, tp_dim) in enumerate(cases)
             if its_mesh == mesh_shape
         }
-        params |= _fully_sharded(tensors, mesh["a0"])
+        module = nn.ParameterDict({name: nn.Parameter(t) for name, t in tensors.items()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
+            fully_shard(module, mesh=mesh["a0"])
+        params |= {name: module[name].detach() for name in tensors}
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 

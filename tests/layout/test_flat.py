@@ -16,7 +16,7 @@ from shardmuon import Muon
 from shardmuon.comm.groups import GroupRef
 from shardmuon.frameworks.deepspeed import _make_shard, _Slice
 from shardmuon.layout.engines.flat import FlatShard
-from shardmuon.layout.mesh import Cut, flat_part
+from shardmuon.layout.mesh import Cut
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import offloaded_from
@@ -42,6 +42,7 @@ def test_flat_ranges_of_a_shard_hold_what_slicing_it_gives(
     draw = random.Random(0)
     full = torch.arange(math.prod(shape)).view(shape)
     view = matrix_view(shape, **options)  # type: ignore[arg-type]
+    parallel = None if cut is None else GroupRef(tuple(range(num_parts)))
     for _ in range(10):
         held, wanted = [], []
         for part in range(num_parts if cut is not None else 1):
@@ -49,7 +50,8 @@ def test_flat_ranges_of_a_shard_hold_what_slicing_it_gives(
             shard = of_part.flatten()
             edges = sorted(draw.randint(0, len(shard)) for _ in range(3))
             for start, stop in itertools.pairwise([0, *edges, len(shard)]):
-                held.append(flat_part(shape, cut, part, num_parts, start, stop))
+                described = FlatShard(shape, start, None, "flat buffers", parallel, cut)
+                held.append(described.held(stop - start, part))
                 wanted.append(shard[start:stop])
         layout = ParamLayout(view, tuple(range(len(wanted))), tuple(held))
         assert all(torch.equal(stored(of, full), one) for of, one in zip(layout.held, wanted, strict=True))
@@ -85,7 +87,7 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     ]
     optimizers = [Muon([p], lr=1e-3) for p in (shard, on_one)]
     places = [
-        Offer(one.param_groups, one.options.read(one.param_groups), one.config, one.keeper).chooser.device
+        Offer(one.param_groups, one.options.read(one.param_groups), one.config, one.keeper).ns_device
         for one in optimizers
     ]
     assert places == [torch.device("meta"), None]

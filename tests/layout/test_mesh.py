@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from shardmuon.layout.engines.base import Extent, Stored
 from shardmuon.layout.engines.dtensor import DTensorEngine
-from shardmuon.layout.mesh import Shard, reading
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.views import Ints
 
 
@@ -46,7 +46,8 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
         for axis in order:
             rows = share(rows, mesh[axis], place[axis], gathered if axis == order[-1] else 1)
         expected.append(rows.tolist())
-    for (of_rank, _), rows in zip(reading((size, 3), mesh, tuple(placements)), expected, strict=True):
+    found = OnMesh(mesh, tuple(range(math.prod(mesh))), tuple(placements)).reading((size, 3))
+    for (of_rank, _), rows in zip(found.values(), expected, strict=True):
         boxes = [held.piece for held in sorted(of_rank, key=lambda held: held.local)]
         assert [row for box in boxes for row in range(box[0][0], box[0][0] + box[1][0])] == rows
 
@@ -54,7 +55,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
     """Return the layout that DTensorEngine derives from local shards of the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
-    return DTensorEngine().stored((shape, mesh, tuple(extents), placements), extents, ())
+    return DTensorEngine().stored((shape, OnMesh(mesh, tuple(extents), placements)), extents, ())
 
 
 def test_storages_of_nothing_correspond_whatever_their_shape() -> None:

@@ -174,9 +174,13 @@ def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, A
         ({"tp_group": (0,)}, {"partition_dim": 0, "partition_stride": 0}, "w: partition_stride=0 must be a whole"),
         ({"tp_group": (1, 2)}, {}, r"tp_group has ranks \(1, 2\), and rank 0 is not among them"),
         ({"tp_group": "tp"}, {}, "tp_group='tp' is no process group"),
-        ({"tp_group": -100}, {}, r"tp_group=-100 is what new_group\(\) gives a rank that it leaves out, here rank 0"),
-        ({"process_group": -100}, {}, r"process_group=-100 is what new_group\(\) gives a rank that it leaves out"),
-        ({"process_group": "world"}, {}, r"process_group='world' is no process group\. Give one of torch.distributed"),
+        ({"tp_group": -100}, {}, r"tp_group=-100 is no process group of rank 0.* \(-100 is what new_group\(\) gives"),
+        ({"process_group": -100}, {}, r"process_group=-100 is no process group of rank \d"),
+        (
+            {"process_group": "world"},
+            {},
+            r"process_group='world' is no process group of rank \d\. Give each rank a group",
+        ),
         ({"tp_group": (0, 0)}, {}, r"tp_group=\(0, 0\) must be a process group or different global ranks"),
     ],
 )

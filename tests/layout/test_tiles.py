@@ -99,7 +99,11 @@ def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], messa
         ((7, 3), {"split_sizes": (7, 0)}, "must be positive"),
         ((8, 3), {"split_groups": 2}, "needs split_sizes"),
         ((8, 3), {"split_sizes": 3}, "split_sizes=3 does not divide the 8 rows"),
-        ((8, 3), {"split_sizes": 2, "split_groups": 2}, "means equal blocks, which split_groups=2 cannot repeat"),
+        (
+            (8, 3),
+            {"split_sizes": 2, "split_groups": 2},
+            "needs split_sizes, the row counts of one repeat, found split_sizes=2",
+        ),
         ((8, 3), {"split_sizes": True}, "split_sizes=True is no number of blocks"),
         (
             (4, 12),

@@ -15,14 +15,14 @@ from tolerances import assert_rounded, roundoff
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.comm.vote import Unlike
-from shardmuon.layout.mesh import Shard, reading
+from shardmuon.errors import Refused
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import ParamLayout, Patch
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import check_blocks
-from shardmuon.momentum.stores import _NEAREST, BLOCK, Stream, _round_by, decode, encode, round_patch, scale_shape
-from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, groups_of, parameters
+from shardmuon.momentum.stores import _NEAREST, BLOCK, Stream, _round_by, decode, encode, scale_shape
+from shardmuon.testing.compare import Comparison
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
 from shardmuon.testing.pool import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -82,7 +82,7 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
     x, num = torch.cat([x, -x]), 40_000
     patch = Patch.rectangle(0, 0, 0, num, len(x))
-    found = round_patch(Stream.of("w", "weights", 1, len(x)), patch, x.expand(num, -1)).double()
+    found = Stream.of("w", "weights", 1, len(x)).round(patch, x.expand(num, -1)).double()
     low, high = found.amin(0), found.amax(0)
     exact = x.to(BF16).double() == x.double()
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
@@ -184,7 +184,7 @@ STORED = [
 
 def _compared(layout: str, table: str, storage: dict[str, Any]) -> tuple[bool, float, str]:
     cases = {"blocked": BLOCKED, "conv": KERNEL, "plain": PARAMS}[table]
-    found = compare_with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage)
+    found = Comparison.with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage)
     return found.bitwise, found.max_difference, found.worst
 
 
@@ -198,7 +198,7 @@ def test_codes_and_random_rounding_give_the_same_bits_on_every_layout(
 def _refusal(layout: str, shape: tuple[int, ...]) -> str:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = parameters(LAYOUTS[layout].build({"a.w": torch.zeros(shape)}, mesh))
-    optimizer = Muon(groups_of(params, {"a.w": ParamCase(shape, "")}), lr=1e-3, momentum_dtype="int8")
+    optimizer = Muon([*params.items()], lr=1e-3, momentum_dtype="int8")
     with pytest.raises(ValueError, match=r"^a\.w: momentum_dtype='int8'") as caught:
         optimizer.prepare()
     return str(caught.value)
@@ -219,15 +219,15 @@ def test_a_cut_block_is_refused_when_the_plan_is_made(layout: str, shape: Any, f
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
-    # torch.distributed.checkpoint expects quantization scales to be sharded like any other tensor of their shape.
-    accepted = 0
+    # so that torch.distributed.checkpoint finds them where it expects them
+    accepted, place = 0, OnMesh((num_ranks,), tuple(range(num_ranks)), (Shard(1),))
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):
         shape = (4, cols)
-        held, stored = zip(*reading(shape, (num_ranks,), (Shard(1),)), strict=True)
-        with suppress(Unlike):
+        held, stored = zip(*place.reading(shape).values(), strict=True)
+        with suppress(Refused):
             check_blocks("w", ParamLayout(matrix_view(shape), tuple(range(num_ranks)), held))
             accepted += 1
-            expected = [of_rank for _, of_rank in reading(scale_shape(shape, 1), (num_ranks,), (Shard(1),))]
+            expected = [of_rank for _, of_rank in place.reading(scale_shape(shape, 1)).values()]
             assert [scale_shape(of_rank, 1) for of_rank in stored] == expected
     assert accepted >= num_ranks
 

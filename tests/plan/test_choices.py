@@ -16,11 +16,11 @@ from simulated import PAIRS, SHARING, by_rates, sharded, spec
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon
-from shardmuon.foresight import Hardware, plan, price_plan
+from shardmuon.foresight import Hardware, Price, plan
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import _cheapest, _lines, _narrowed, _prices, _shares_of, make_plan
-from shardmuon.price.machines import _SIDES, MACHINES, Machine, machine_of
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -94,9 +94,9 @@ _H100 = Hardware.load("h100")
 def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
     specs, _ = _job(seed)
     made = make_plan(specs, Policy())
-    ours = price_plan(made, _H100).step.mid
+    ours = Price.of_plan(made, _H100).step.mid
     for other in _others(made):
-        assert ours < 1.03 * price_plan(other, _H100).step.mid, [bucket.items for bucket in other.buckets]
+        assert ours < 1.03 * Price.of_plan(other, _H100).step.mid, [bucket.items for bucket in other.buckets]
 
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
@@ -105,10 +105,11 @@ def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: p
     because shared results keep the replicas equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
-    monkeypatch.setattr("shardmuon.plan.planner._gains", lambda *given: True)
+    monkeypatch.setattr("shardmuon.plan.planner._NO_GAIN", 0)
+    monkeypatch.setattr("shardmuon.plan.planner._LATENCIES", -(10**9))
     each = make_plan(specs, Policy())
     assert _num_owners(each) == len(specs[0].layout.replicas) and _num_owners(shared) == 1
-    ours, *others = (price_plan(one, "h100").step.mid for one in (made, shared, each))
+    ours, *others = (Price.of_plan(one, "h100").step.mid for one in (made, shared, each))
     assert ours < 1.03 * min(others) + 3 * MACHINES["h100"].across / 1e9
     assert made.items == (each if _num_owners(made) > 1 else shared).items
 
@@ -139,7 +140,11 @@ def _machine_of_file(name: str) -> Machine:
     rates = [of(f"peak {dtype}") / 1e9 for dtype in ("bfloat16", "float32", "float64")]
     rates += [*(rate / 1e6 for rate in passes), file.gpus_per_node, *(1e9 * of(number) for number in latencies)]
     table = file[file.efficiency("standard bfloat16", "bfloat16")]
-    return Machine(name, tuple(round(1000 * table.at(side)[0][1]) for side in _SIDES), *map(round, rates))
+    return Machine(
+        name,
+        tuple(round(1000 * table.at(side)[0][1]) for side in (64, 128, 256, 512, 1024, 2048, 4096)),
+        *map(round, rates),
+    )
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
@@ -150,9 +155,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")
     )
     cpu = "AuthenticAMD AVX512 bf16, 1 threads; torch"
-    assert machine_of([h100, a100]) == machine_of([a100, h100]) == MACHINES["a100"]
-    assert machine_of([h100, cpu]) == MACHINES["cpu-gloo"] == machine_of([])
-    assert machine_of([l40s]) == MACHINES["h100"]._replace(name="NVIDIA L40S, unknown: as h100")
+    assert Machine.slowest([h100, a100]) == Machine.slowest([a100, h100]) == MACHINES["a100"]
+    assert Machine.slowest([h100, cpu]) == MACHINES["cpu-gloo"] == Machine.slowest([])
+    assert Machine.slowest([l40s]) == MACHINES["h100"]._replace(name="NVIDIA L40S, unknown: as h100")
     own = Machine("mine", (500,) * 7, 100, 50, 25, 20_000, 900, 100, 4, 10**6, 10**6, 0, 0, 0, 0)
     assert make_plan(_job(2)[0], Policy(machine=own)).policy.machine == own
 
@@ -167,7 +172,7 @@ def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: i
     ]
     made = make_plan(specs, Policy(machine=MACHINES[name]))
     assert f"buckets by price ({name}), of " in str(made)
-    step = price_plan(made, name).step
+    step = Price.of_plan(made, name).step
     assert 0.8 * step.lo < _cheapest(specs, made.items, made.policy).ns / 1e9 < 1.1 * step.mid
 
 

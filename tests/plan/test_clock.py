@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from shardmuon.price import clock
-from shardmuon.price.clock import BucketTimes
+from shardmuon.price.clock import BucketTimes, Course
 
 B = BucketTimes  # The fields are key, pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
 
@@ -37,14 +36,14 @@ B = BucketTimes  # The fields are key, pack, gather, orthogonalize, scatter, app
 def test_a_step_ends_when_its_parts_say(
     ranks: list[list[BucketTimes]], first: float, last: float, overlap: float, ends: list[float]
 ) -> None:
-    assert [course.end for course in clock.run(ranks, first, [last] * len(ranks), overlap)] == ends
+    assert [course.end for course in Course.simulate(ranks, first, [last] * len(ranks), overlap)] == ends
 
 
 def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_in_a_row() -> None:
     generator = random.Random(0)
     for _ in range(200):
         works = [BucketTimes(i, *(generator.random() for _ in range(5))) for i in range(generator.randrange(1, 7))]
-        slow, fast = (clock.run([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
+        slow, fast = (Course.simulate([works], 0.0, [0.0], share)[0] for share in (0.0, 1.0))
         computed = sum(w.pack + w.orthogonalize + w.apply for w in works)
         carried = sum(w.gather + w.scatter for w in works)
         rounding = 2.0**-40  # The bound covers the rounding of a few dozen sums of numbers below 1.
@@ -55,7 +54,7 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
 
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
     works = [BucketTimes(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
-    (course,) = clock.run([works], 0.0, [0.0], 1.0)
+    (course,) = Course.simulate([works], 0.0, [0.0], 1.0)
     relays = [e.start for e in course.events if e.phase == "relay"]
     assert relays == [20.0, 30.0, 38.0]
     assert (course.end, course.waited) == (38.0 + 8.0 + 1.0, 14.0)
@@ -63,7 +62,7 @@ def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
 
 def test_events_follow_each_other_and_fill_the_step() -> None:
     works = [BucketTimes(i, 1.0, 2.0, 3.0, 2.0, 1.0) for i in range(4)]
-    (course,) = clock.run([works], 5.0, [7.0], 0.5)
+    (course,) = Course.simulate([works], 5.0, [7.0], 0.5)
     computing = [e for e in course.events if e.phase not in ("gather", "scatter")]
     assert all(a.end <= b.start for a, b in itertools.pairwise(computing))
     assert course.events[0].phase == "begin" and course.events[-1] == (-1, "adamw", course.end - 7.0, course.end)

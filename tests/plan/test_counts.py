@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from simulated import EACH, LAYOUTS, VIEWS, spec
 
-from shardmuon.foresight.counting import _Sent, count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.plan.plan import Plan, Policy
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import Load, Program, make_program
+from shardmuon.plan.program import Load, Program
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -26,11 +26,11 @@ def test_layouts_are_counted_as_their_programs_run(seed: int) -> None:
 
 
 def check(plan: Plan) -> None:
-    counts = count_plan(plan, _node_of)
+    counts = BucketCount.of_plan(plan, _node_of)
     assert list(counts) == sorted({rank for s in plan.specs for rank in s.layout.ranks})
     for rank, counted in counts.items():
         for one, bucket in zip(counted, [bucket for bucket in plan.buckets if rank in bucket.ranks], strict=True):
-            program = make_program(plan, bucket, rank)
+            program = Program.of(plan, bucket, rank)
             late = program.relay.tiles if program.relay else ()
             own, foreign, idle = (_numel(side) for side in (program.own, program.gather.tiles, late))
             assert one.number == (plan.buckets.index(bucket) if bucket.exchange else -1)
@@ -46,7 +46,7 @@ def check(plan: Plan) -> None:
                 assert one.exchanges == 2 * bucket.gathers + (relay is not None)
                 assert one.batches == program.batch_numel * bucket.itemsize
     for bucket in plan.buckets:
-        programs = [make_program(plan, bucket, rank) for rank in bucket.ranks]
+        programs = [Program.of(plan, bucket, rank) for rank in bucket.ranks]
         wires = [wire for program in programs for wire in (program.gather, program.scatter)]
         assert bucket.gathers == any(any(w.sent) or any(w.came) for w in wires), "none carries nothing"
 
@@ -55,15 +55,14 @@ def _node_of(rank: int) -> int:
     return rank // 2
 
 
-def _side(program: Program, splits: Sequence[int]) -> _Sent:
-    """Return the bytes that a rank exchanges with its own node and with other nodes, and the number of ranks with which
-    it exchanges them."""
+def _side(program: Program, splits: Sequence[int]) -> tuple[int, ...]:
+    """Bytes to or from ranks on the same node and on other nodes, and the number of these ranks."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)
         sums[across] += elements * program.bucket.itemsize
         sums[2] += elements > 0
-    return _Sent(*sums)
+    return tuple(sums)
 
 
 def _numel(loads: Sequence[Load]) -> int:

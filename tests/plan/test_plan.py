@@ -15,7 +15,7 @@ from shardmuon.errors import ranks_text
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.plan import Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import Program
 
 Made = TypeVar("Made")
 
@@ -83,7 +83,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     for _ in range(2):
         plan, of_plan = _timed(lambda: make_plan(specs * 100, Policy()))
         programs, of_programs = _timed(
-            lambda plan=plan: [make_program(plan, bucket, 777) for bucket in plan.buckets if 777 in bucket.ranks]
+            lambda plan=plan: [Program.of(plan, bucket, 777) for bucket in plan.buckets if 777 in bucket.ranks]
         )
         took.append((of_plan, of_programs))
     assert min(of_plan for of_plan, _ in took) < 0.5

@@ -12,12 +12,12 @@ import torch
 from simulated import EACH, LAYOUTS, VIEWS, along, cut, sharded, spec
 
 from shardmuon.comm.groups import Ranks
-from shardmuon.foresight.counting import count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.layout.pieces import ParamLayout, Tile
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.plan import Item, Policy, Spec
 from shardmuon.plan.planner import _shares_of, make_plan
-from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, _joined, make_program
+from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, Program, _joined
 
 
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
@@ -28,7 +28,7 @@ def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str
     plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
     weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
     kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in s.kept] for s in plan.specs]
-    for p in (make_program(plan, bucket, rank) for bucket in plan.buckets for rank in bucket.ranks):
+    for p in (Program.of(plan, bucket, rank) for bucket in plan.buckets for rank in bucket.ranks):
         rank = p.rank
         batches = _written(p.batch_numel, [*_loads(p.own), *((c.sizes, c.there) for c in p.gather.copies)])
         for b in p.batches:
@@ -105,7 +105,7 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
     for rank in range(4):
-        program, alone = (make_program(one, one.buckets[0], rank) for one in (plan, bare))
+        program, alone = (Program.of(one, one.buckets[0], rank) for one in (plan, bare))
         assert program.relay is not None and program.relay.told
         assert len(program.relay.passed) == len(program.relay.copies) == 1
         for peer in (2, 3) if rank < 2 else (0, 1):
@@ -152,7 +152,7 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
     uneven = sharded(matrix_view((4099, 1024)), [range(1024)], 0)
     plan = make_plan([spec(f"p{i}", layout if i % 7 else uneven) for i in range(72)], Policy())
     for bucket in plan.buckets:
-        program = make_program(plan, bucket, plan.items[bucket.items[0]].owners[0])
+        program = Program.of(plan, bucket, plan.items[bucket.items[0]].owners[0])
         assert sum(program.gather.came) > 0 and len(program.gather.copies) <= 4
 
 
@@ -218,7 +218,7 @@ def test_a_digest_tells_owners_and_exchanges_and_what_becomes_of_local_matrices(
 @pytest.mark.parametrize(("num", "most"), [(60, 1.05), (8, 1.25)])
 def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: float) -> None:
     layout = sharded(matrix_view((16, 32)), [range(r * shards, (r + 1) * shards) for r in range(replicas)], 0)
-    counts = count_plan(make_plan([spec(f"p{i}", layout) for i in range(num)], Policy()), int)
+    counts = BucketCount.of_plan(make_plan([spec(f"p{i}", layout) for i in range(num)], Policy()), int)
     sent = [sum(side.bytes for bucket in buckets for side in bucket.sent) for buckets in counts.values()]
     assert max(sent) / (sum(sent) / len(sent)) <= most
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon_qkclip import QKClip
 from shardmuon_qkclip.clip import _largest_logits
-from shardmuon_qkclip.layers import Attention, Rows, attention_layers
+from shardmuon_qkclip.layers import Attention, Rows
 
 
 class Llama(nn.Module):
@@ -299,7 +299,7 @@ FOUND: dict[str, tuple[nn.Module, list[Attention]]] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_layers_of_the_demo_and_of_megatron_are_found_with_their_groups(name: str) -> None:
     model, layers = FOUND[name]
-    assert list(attention_layers(model)) == layers
+    assert list(Attention.all_in(model)) == layers
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -20,7 +20,7 @@ from spectra import normal
 from torch import Tensor, nn
 
 from shardmuon._torch import local_if_any
-from shardmuon.errors import ExchangeError, made_public
+from shardmuon.errors import ExchangeError, Refused
 from shardmuon.testing import RankPool
 from shardmuon_qkclip.layers import Attention, Rows
 from shardmuon_qkclip.scaling import Scaler
@@ -81,7 +81,7 @@ class Job(jobs.Job):
         """Reduce the maxima over ranks. Any change of the arguments makes a new scaler."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
-        with made_public():
+        with Refused.made_public():
             self.scaler.reduce(logits or (lambda: _maxima([x.name for x in self.layers], dist.get_rank(), seed)))
         return self.scaler
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.frameworks.megatron import get_megatron_optimizer
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import RankPool
 from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon_qkclip import QKClip
@@ -114,7 +114,7 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
 )
 def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
     dtype = torch.bfloat16 if world == 3 and "mcore" not in layout else torch.float32
-    assert get_pool(world).run(_matches_one_process, layout, dtype) == [[]] * world
+    assert RankPool.cached(world).run(_matches_one_process, layout, dtype) == [[]] * world
 
 
 # ------------------------------------------------------------------------------------------------------- frameworks
@@ -262,8 +262,8 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
     ids=str,
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
-    (alone, together), *others = get_pool(math.prod(shape.values())).run(_measured, shape, parts)
-    assert all(theirs[1] == together for theirs in others)
+    (alone, together), *others = RankPool.cached(math.prod(shape.values())).run(_measured, shape, parts)
+    assert all(theirs[1] == together for theirs in others)  # the same bits on every rank
     for here, wanted in zip(together, alone, strict=True):
         # Each of the two measurements sums 32 terms in q and in k, and 8 terms in the product of q and k, after norms
         # and rotations.

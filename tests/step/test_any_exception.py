@@ -259,7 +259,7 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
         assert raised > case.least, raised
         if name in ("step", "first step"):
             assert {"is_current", "signature", "validate", "gradient_storage"} <= {*known}
-            assert {"_make", "fit", "count_of", "per_step", "digests", "_adamw_rows"} <= {*known}
+            assert {"_make", "fit", "count_of", "schedule", "digests", "_adamw_rows"} <= {*known}
 
 
 # ------------------------------------------------------------------------------------------------- after the last talk

@@ -30,9 +30,8 @@ from torch import Tensor
 import shardmuon.comm.vote
 import shardmuon.muon
 from shardmuon import ExchangeError, GradScaler, Muon
-from shardmuon.comm.groups import _MADE, close_lane
+from shardmuon.comm.groups import _MADE, Lane, Traffic
 from shardmuon.comm.vote import Ballot, Flag, Phase
-from shardmuon.errors import REMEDY, UNCHANGED
 from shardmuon.price.clock import turns
 from shardmuon.step import adamw, bucket
 from shardmuon.step.stages import WeightSet
@@ -101,7 +100,7 @@ class Case(NamedTuple):
 
 
 HALF = r"Weights and momentum may be half updated\. Start the ranks again from the last checkpoint"
-NOTHING = rf"{UNCHANGED}\. Start the ranks again from the last checkpoint"
+NOTHING = rf"{ExchangeError.UNCHANGED}\. Start the ranks again from the last checkpoint"
 _SMALL = rf"bucket \d of \d \(ranks [\d,]+: (a|b)\d+ .*\), (gather|compute|apply|finish): .*{HALF}"
 _VOTE = rf"a vote \(STEP\): rank \d, or one that it waits for, does not answer: .*{NOTHING}"
 _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
@@ -122,11 +121,11 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
 # them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
-    "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),
-    "scatter": Case("fsdp2", "dies", bucket, "start", 5, _in_turns(2, 9)),
+    "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
+    "scatter": Case("fsdp2", "dies", Traffic, "start", 5, _in_turns(2, 9)),
     "apply": Case("fsdp2", "dies", Side, "apply_results", 2, _in_turns(4, 11)),
     "relay": Case("hsdp", "dies", Side, "apply_results", 2, _in_turns(5, 12, relays=True)),
-    "hangs": Case("fsdp2", "hangs", bucket, "start", 2, _in_turns(1, 5)),
+    "hangs": Case("fsdp2", "hangs", Traffic, "start", 2, _in_turns(1, 5)),
     "is late": Case("fsdp2", "is late", bucket, "_results", 1, "nothing", "nothing"),
     "no memory": Case("all", "has no memory", bucket, "_orthogonalize", 0, _SMALL, _NO_MEMORY),
     "interrupted": Case("nested", "is interrupted", Side, "apply_results", 0, _SMALL, "KeyboardInterrupt: stop"),
@@ -344,11 +343,11 @@ def _first_vote_fails(optimizer: Muon) -> None:
     group["params"][0].grad = torch.ones(4, 3)
     if dist.get_rank() == 1:
         shardmuon.comm.vote.vote(Ballot(Phase.DISCOVER, Flag.STALE), ranks)
-        close_lane(ranks)
+        Lane.close_over(ranks)
         return
     with pytest.raises(ExchangeError, match="does not answer"):
         optimizer.step()
-    assert optimizer.broken is not None and optimizer.broken.endswith(REMEDY)
+    assert optimizer.broken is not None and optimizer.broken.endswith(ExchangeError.REMEDY)
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:

@@ -16,7 +16,6 @@ from simulated import EACH, SimulatedRanks, cut, planned
 from shardmuon import Muon
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view, row_major
-from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
 from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.price.machines import MACHINES
@@ -52,7 +51,7 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
     given_groups = [{"params": [w], **view} for w, (_, view) in zip(weights, model, strict=True)]
     groups = Muon(given_groups, lr=0.05, **options).param_groups
     plan = planned([layout for layout, _ in model], groups, policy=policy)
-    ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, Chooser("auto", None))
+    ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups)
     with mock.patch.object(update_module, "_PORTION", portion):
         for step in range(3):
             grads = [None if step == 1 and i == 0 else torch.randn_like(w) for i, w in enumerate(weights)]

@@ -26,10 +26,10 @@ from variant_cases import CASES
 
 from shardmuon import ExchangeError, Muon, audit
 from shardmuon._torch import foreach, local_if_any
+from shardmuon.comm.groups import Traffic
 from shardmuon.foresight.job import Exact
 from shardmuon.orthogonalize import ITERATIONS
 from shardmuon.plan.plan import Plan
-from shardmuon.step.bucket import start
 from shardmuon.testing import RankPool
 from shardmuon.variants import KEPT_KEYS
 
@@ -155,8 +155,8 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 ) -> None:
     sound = ITERATIONS["gram"]
 
-    def spoiled(y: Tensor, **named: Any) -> Tensor:
-        out = sound(y, **named)
+    def spoiled(y: Tensor, *given: Any) -> Tensor:
+        out = sound(y, *given)
         out[1, 2].fill_(float("inf"))
         return out
 
@@ -381,8 +381,8 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
     assert launches_of("_foreach_mul_", (gaps, 2.0)) == 2, "not dense"
 
 
-# Each fault gives the function to replace, its replacement, options, the number of ranks, and the record or error by
-# which the simulated device must detect the fault.
+# name -> what is replaced and by what, options, ranks, what the stand-in records or says
+REAL_START = Traffic.start
 FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     "norms are summed on the CPU under NCCL": (
         "shardmuon.step.stages.wire_device",
@@ -413,8 +413,8 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
         "launches",
     ),
     "a send buffer with gaps": (
-        "shardmuon.step.bucket.start",
-        lambda group, traffic, send, *splits: start(group, traffic, torch.stack([send, send], 1)[:, 0], *splits),
+        "shardmuon.comm.groups.Traffic.start",
+        lambda traffic, group, send, *splits: REAL_START(traffic, group, torch.stack([send, send], 1)[:, 0], *splits),
         {},
         8,
         "NCCL takes contiguous",

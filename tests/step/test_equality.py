@@ -19,37 +19,36 @@ from torch.distributed.tensor import DTensor
 from shardmuon import Muon, audit
 from shardmuon.auditing.report import AuditSchedule
 from shardmuon.orthogonalize import Products
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, parameters
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool
 
 TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
 
 
 def _audited(layout: str, **given: Any) -> Comparison:
     with mock.patch.object(AuditSchedule, "samples", 20):
-        return compare_with_dense(layout, audit_every=1, **given)
+        return Comparison.with_dense(layout, audit_every=1, **given)
 
 
 # An owner batches fewer matrices than a single process does, so a matrix has other neighbours and another slot in its
 # batch. Its bits must not change.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
-    (compare_with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
-    (compare_with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its Muon with the following options. Its other names for learning-rate scales are aliases
-    # of the scales tested here.
-    (compare_with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
-    (compare_with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
+    (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
+    (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
+    # the options with which TransformerEngine tests its Muon; all other scales are names for these
+    (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
+    (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
-        compare_with_dense,
+        Comparison.with_dense,
         ("tp row",),
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
-    (compare_with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # An audit raises if the results differ from its own dense reference.
+    (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
+    # the audit's own dense reference, which raises, puts the same matrices together
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
-        (compare_with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
+        (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
         for method, dtypes in (
             ("standard", (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
             ("gram", (torch.float16, torch.float64)),
@@ -125,7 +124,7 @@ def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> Non
 
 def _bytes(wire: torch.dtype) -> int:
     shapes = [(256, 256), (1024, 256), (256, 1024), (768, 256)] * 2
-    found = compare_with_dense(
+    found = Comparison.with_dense(
         "fsdp2",
         table={f"w{i}": ParamCase(shape, "") for i, shape in enumerate(shapes)},
         steps=1,
@@ -140,7 +139,7 @@ def _bytes(wire: torch.dtype) -> int:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int, wire: torch.dtype) -> None:
-    found = get_pool(world).run(_bytes, wire)
+    found = RankPool.cached(world).run(_bytes, wire)
     elements = 2 * 256 * (256 + 1024 + 1024 + 768)
     bound = 2 * wire.itemsize * elements * (world - 1) / world**2
     assert max(found) <= 1.1 * bound
@@ -165,7 +164,7 @@ def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
         return step(self, *args)
 
     with mock.patch.object(Products, "__init__", rounding), mock.patch.object(Muon, "step", stepped):
-        found = compare_with_dense("fsdp2", method="standard", ns_dtype=torch.float32, lr=0.02)
+        found = Comparison.with_dense("fsdp2", method="standard", ns_dtype=torch.float32, lr=0.02)
     assert not found.bitwise
     # Rounding to fp16 changes an entry between 1/2 and 1 by up to 2^-12.
     assert found.max_difference > 2.0**-13
@@ -195,7 +194,7 @@ def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], 
 @on_ranks(2)
 def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> None:
     with by_rates(APART):
-        found = compare_with_dense("ddp", lr=0.02)
+        found = Comparison.with_dense("ddp", lr=0.02)
     assert found.bitwise
     assert (found.traffic.exchanges, found.traffic.orthogonalized) == (0, found.num_matrices)
 

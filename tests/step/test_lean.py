@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from shardmuon import Muon
 from shardmuon.comm.groups import Pending
 from shardmuon.layout.views import matrix_view
-from shardmuon.options import Settings
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.options import MuonConfig, Settings
 from shardmuon.plan.plan import Policy
-from shardmuon.plan.program import make_program
+from shardmuon.plan.program import Program
 from shardmuon.step.bucket import Bound
 from shardmuon.step.update import Work
 
@@ -106,14 +105,14 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]
     layouts = [sharded(view, grid, 0) for view in views] * 18
     group = Muon([nn.Parameter(torch.empty(2, 2))], lr=0.02).param_groups[0]
-    plan = planned(layouts, [group] * 72, Chooser("standard", torch.float32), Policy())
+    plan = planned(layouts, [group] * 72, MuonConfig("standard", torch.float32), Policy())
     loads = plan.loads()
     rank = max(loads, key=lambda rank: loads[rank])
     parts = [stored(lay.held[rank], torch.zeros(lay.view.shape)) for lay in layouts]
     work = Work(parts, parts, [p.clone() for p in parts], [Settings.of(group)] * 72, [[] for _ in parts], {})
     work.kinds = kinds_of(work)
     (bucket,) = plan.buckets
-    program = make_program(plan, bucket, rank)
+    program = Program.of(plan, bucket, rank)
     assert program.num_owned <= 2
     assert len(program.relay.passed if program.relay is not None else ()) == passed
     bound = Bound(plan, program, [tuple(p.shape) for p in parts])
@@ -122,7 +121,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
         return Pending(SimpleNamespace(wait=lambda: None), torch.zeros(sum(came)), send)
 
     def step() -> None:
-        for _ in bound.run(work, None, exchange):
+        for _ in bound.run(work, exchange):
             pass
 
     step()

@@ -23,7 +23,7 @@ from shardmuon.foresight.job import Exact
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, meshes_on
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.pool import RankPool
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MIB = 2**20
@@ -60,8 +60,8 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
 )
 def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, options: Any) -> None:
     sizes = (MIB // 8, MIB // 2)
-    small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
-    # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
+    small, large = (RankPool.cached(world).run(_step_peak, layout, size, options) for size in sizes)
+    # what the momentum of 2**17 elements makes, whatever the bucket
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
     # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This much is
     # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,

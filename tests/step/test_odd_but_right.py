@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import shardmuon.orthogonalize
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
-from shardmuon.price.machines import MACHINES
-from shardmuon.step import binding
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.testing.layouts import mesh_of
 
 # ----------------------------------------------------------------------------------------------- beside one process
@@ -284,7 +283,7 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     if dist.get_rank() == 1:
         rates = rates._replace(inside=0, across=0, matrix=0)
     patch = {
-        "prices": mock.patch.object(binding, "machine_of", return_value=rates),
+        "prices": mock.patch.object(Machine, "slowest", return_value=rates),
         "products": mock.patch.object(
             shardmuon.orthogonalize, "cpu_has_bf16_matmul", return_value=dist.get_rank() == 1
         ),

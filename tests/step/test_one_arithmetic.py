@@ -12,8 +12,8 @@ import one_arithmetic
 import pytest
 from one_arithmetic import CASES, stepped_alone
 
-from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.compare import Comparison
+from shardmuon.testing.pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,16 @@ FEW = ((2, "fsdp2"), (2, "tp x dp"), (3, "fsdp2"), (3, "tp column"), (3, "megatr
 
 
 def _assert_bitwise(pool: RankPool, layout: str) -> None:
-    assert all(one.bitwise for one in pool.run(compare_with_dense, layout, lr=0.02, steps=2, table=CASES))
+    """A row of the comparison, beside one process in each rank, whose bits are a fresh process's."""
+    assert all(one.bitwise for one in pool.run(Comparison.with_dense, layout, lr=0.02, steps=2, table=CASES))
 
 
 @pytest.mark.parametrize(
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    _assert_bitwise(get_pool(world), layout)
+    """FSDP, tensor parallelism, Megatron's shards; a fresh process has a rank's bits."""
+    _assert_bitwise(RankPool.cached(world), layout)
 
 
 @pytest.mark.parametrize(

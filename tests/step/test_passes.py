@@ -19,7 +19,7 @@ from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import _near_one, _normalize, _normalize_in_fp64, _row_blocks, empty_batch
-from shardmuon.orthogonalize.choice import Choice, Chooser
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.plan.plan import Policy
 from shardmuon.plan.planner import make_plan
@@ -139,7 +139,7 @@ def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.Mon
     """The Gram form halves the FLOPs but would run in fp32, so it is not chosen if bf16 matmuls run at several times
     the rate of fp32."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
-    found = Chooser("auto", None).choice(384, 1536, KELLER, CPU)
+    found = Choice.made("auto", None, (384, 1536), KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
     assert ("float32 at 1/4 of the rate" in found.reason) == native
 

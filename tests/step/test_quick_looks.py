@@ -21,7 +21,6 @@ from shardmuon.layout.engines import Engine
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
 from shardmuon.step import validate as validate_module
 from shardmuon.step.update import _dealt, momentum_
-from shardmuon.step.validate import Memory
 
 Change = Callable[[Job], object]
 
@@ -121,11 +120,10 @@ def _validated(optimizer: Muon) -> dict[str, object]:
     """Return everything that validation finds, or the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
-    memory = Memory(optimizer.state, optimizer.keeper, optimizer.settled)
     with torch.no_grad():
         options = optimizer.options.read(optimizer.param_groups)
         try:
-            found = vars(validate_module.validate(binding, optimizer.param_groups, options, memory))
+            found = vars(validate_module.validate(binding, optimizer, options))
         except ValueError as error:
             return {"error": str(error)}
     return {key: value for key, value in found.items() if key != "adamw"}

@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,12 +30,13 @@ from simulated import (
 
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.options import MuonConfig
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import KeptLoad
+from shardmuon.step import bucket
 from shardmuon.step import stages as weights_module
-from shardmuon.step.bucket import _BatchStages
 from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import KeptSide
 from shardmuon.variants import VARIANTS, stages_of
@@ -110,10 +113,21 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
 
 
 def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
-    x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
-    staged = _BatchStages(stages_of({"variant": "normuon"}), [[torch.zeros(4)] * 2], x)
-    assert staged.may_take(half, half) and not staged.may_take(half, other)
-    assert _BatchStages((), [], x).may_take(half, other)
+    program = SimpleNamespace(batches=[SimpleNamespace(items=[0], shape=(2, 4, 4), stride=16, start=0)])
+    plan = SimpleNamespace(items=[SimpleNamespace(param=0)])
+    sides = [SimpleNamespace(of=lambda kept: [torch.zeros(4), torch.zeros(4)])]
+
+    def overwrites(variant: str | None, products: torch.dtype) -> bool:
+        stages = stages_of({"variant": variant})
+        bound: Any = SimpleNamespace(program=program, plan=plan, choices=[Choice("standard", products)], kept=[sides])
+        work: Any = SimpleNamespace(settings=[SimpleNamespace(stages=stages, coefficients=())], kept=[])
+        with mock.patch.object(bucket, "orthogonalize", side_effect=lambda x, *_, **__: x) as called:
+            bucket._orthogonalize(bound, work, None, torch.randn(32, dtype=torch.bfloat16))
+        return bool(called.call_args.kwargs["overwrite"])
+
+    assert overwrites("normuon", torch.bfloat16)
+    assert not overwrites("normuon", torch.float16)
+    assert overwrites(None, torch.float16)
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
@@ -123,7 +137,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     weights[0][1], weights[2][:] = 0, 0
     group = group_of(**given("hyperball"))
     layouts = [sharded(view, [(1, 2), (4, 5)], 1) for view in views]
-    ranks = SimulatedRanks(planned(layouts, [group] * 3, Chooser("standard", torch.float32)), weights)
+    ranks = SimulatedRanks(planned(layouts, [group] * 3, MuonConfig("standard", torch.float32)), weights)
     ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
@@ -140,7 +154,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
 def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> None:
     view = matrix_view((8, 5))
     group = group_of(**given("hyperball"))
-    plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], Chooser("standard", torch.float32))
+    plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], MuonConfig("standard", torch.float32))
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
@@ -154,7 +168,7 @@ def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
     and parameters without a stage that acts on weights are left out."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
-    plan = planned(layouts, [group] * 6, Chooser("auto", None))
+    plan = planned(layouts, [group] * 6)
     specs = [spec._replace(kind="cuda" if i == 4 else "cpu") for i, spec in enumerate(plan.specs)]
     stages = {i: stages_of(group) for i in (5, 4, 3, 2, 1, 0)}
     stages[2] = stages_of({"variant": "normuon"})

@@ -21,7 +21,6 @@ from shardmuon.momentum import stores
 from shardmuon.momentum.stores import (
     Stream,
     encode,
-    round_patch,
     step_stored_,
 )
 from shardmuon.step import binding
@@ -202,6 +201,6 @@ def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> N
         mine, out = [kept.clone(), codes.clone(), scales.clone()], [torch.empty_like(grad) for _ in range(2)]
         step_stored_(mine[:1], grad, out[0], **settings)
         step_stored_(mine[1:], grad, out[1], **settings)
-        found.append([*mine, *out, round_patch(stream, patch, grad)])
+        found.append([*mine, *out, stream.round(patch, grad)])
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tolerances import assert_bitwise
 from torch import Tensor
 
-from shardmuon.testing import RankError, RankException, RankPool, get_pool
+from shardmuon.testing import RankError, RankException, RankPool
 from shardmuon.testing import pool as pool_module
 
 pytestmark = [pytest.mark.ranks, pytest.mark.apart]
@@ -238,10 +238,10 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
-    pids = {size: get_pool(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # A pool starts its ranks at its first call, so get_pool alone starts none.
-        get_pool(size)
-    assert get_pool(1).run(os.getpid) == pids[1]
+    pids = {size: RankPool.cached(size).run(os.getpid) for size in (1, 2)}
+    for size in (5, 1, 6, 7):  # these start no ranks
+        RankPool.cached(size)
+    assert RankPool.cached(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from tolerances import assert_bitwise, assert_rounded
 from torch import Tensor
 from variant_cases import CASES
 
-from shardmuon.auditing.reference import _FORMULAS
+from shardmuon.auditing.reference import Arithmetic
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import matrix_view
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Kept, Policy
 from shardmuon.plan.planner import make_plan
 from shardmuon.variants import VARIANTS, AfterStage, BeforeStage, Stage, WeightStage, scaled_, stages_of
@@ -27,13 +29,14 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply a stage (NorMuon, ..) to a batch of matrices as a step does."""
-    if isinstance(stage, AfterStage):
-        return stage.run(x, kept)
+    """A stage on a batch of matrices, as it stands in a step."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    stage.run_(x)
+    if isinstance(stage, AfterStage):
+        scaled_((stage,), x, {stage.key: kept.unbind(0)} if stage.key else {})
+    else:
+        stage.run_(x)
     return x
 
 
@@ -46,15 +49,17 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
-    # The roundings are those of sums of squares over each row or column and over all of them, three roundings of the
-    # state in each of four steps, and a few more. The factor 2 covers a second sum that restores the norm.
+    arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard"), *[torch.float64] * 6)  # type: ignore[arg-type]
+    # Beside sums of positive numbers, of each line and of the lines, there are three roundings of what is kept in each
+    # of four steps, and few others; the norm that is restored has them once more.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)
         x[1, : shape[0] // 2] = 0.0
         found = run(stage, x, kept)
         for i, matrix in enumerate(x.double()):
-            factor, wanted[i] = _FORMULAS[type(stage)](stage, matrix, wanted[i])
+            factor, _, numbers = arithmetic.staged(Stage, matrix, {stage.key: wanted[i]})
+            wanted[i] = numbers[stage.key]
             expected = matrix * factor
             expected = expected / expected.norm() if isinstance(stage, BeforeStage) else expected
             assert_rounded(found[i], expected, **how)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from variant_cases import LATER, TOGETHER
 
 from shardmuon import Muon
-from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, ParamCase
-from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.pool import RankPool
 
 
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
@@ -22,7 +22,7 @@ def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float,
     first."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
-    found = compare_with_dense(layout, variant=variant, steps=steps, **given, **of_params)
+    found = Comparison.with_dense(layout, variant=variant, steps=steps, **given, **of_params)
     return found.bitwise, found.max_difference, found.worst
 
 
@@ -36,7 +36,7 @@ def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float,
     ],
 )
 def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant: str, layout: str) -> None:
-    assert get_pool(world).run(_compared, layout, variant) == [(True, 0.0, "")] * world
+    assert RankPool.cached(world).run(_compared, layout, variant) == [(True, 0.0, "")] * world
 
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])

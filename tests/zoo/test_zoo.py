@@ -25,10 +25,9 @@ from zoo_models import CLASSIFIERS, MODELS
 
 from shardmuon import param_groups
 from shardmuon.commands.main import main
-from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.routing.groups import ParamGroups
-from shardmuon.testing.layouts import cut_matrices
+from shardmuon.testing.layouts import ParamCase
 
 _MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")
@@ -89,7 +88,7 @@ def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
     """Return the matrices of a parameter (or of its gradient) under its parameter group's options."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
-    return cut_matrices(matrix_view(tensor.shape, **options), tensor)
+    return ParamCase(tuple(tensor.shape), "", options).matrices(tensor)
 
 
 def gradient(model: nn.Module, run: Callable[[nn.Module], Tensor], name: str) -> list[Tensor]:
@@ -180,7 +179,7 @@ def test_a_config_file_gives_the_table(name: str, tmp_path: Path, capsys: pytest
     model: Any = built(name)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}))
-    assert main(["route", str(file), "--each"]) == 0
+    assert main(["route", str(file)]) == 0
     assert capsys.readouterr().out.strip() == str(routed(model)[0])
     assert main(["route", str(tmp_path)]) == 0
     assert "(2)" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from tolerances import assert_rounded
 from torch import Tensor, nn
 
 from shardmuon_qkclip import QKClip
-from shardmuon_qkclip.layers import attention_layers
+from shardmuon_qkclip.layers import Attention
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers not installed: make zoo installs it"
@@ -92,7 +92,7 @@ def _make(name: str, implementation: str) -> nn.Module:
     suffix = {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM")
     made: nn.Module = getattr(transformers, kind + suffix)(config)
     with torch.no_grad():
-        for layer in attention_layers(made):
+        for layer in Attention.all_in(made):
             for rows in layer.rows:
                 made.get_parameter(rows.weight).mul_(12.0)
     return made

@@ -135,7 +135,7 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            if not self.before[key]:  # without a stored norm, or if it is 0, the step uses the norm of the weights
+            if not self.before[key]:  # if no norm or the norm 0 is stored, the step uses the norm of the weights
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
@@ -406,7 +406,7 @@ def _judge_prepared(e: _Evidence) -> None:
     """Compare the orthogonalizer's input, as the code of the live stages computes it, with the stages' formulas."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # each stage rounds twice: its factor, and the product of the factor and an element
+    # Each stage rounds its factor, and the product of the factor and an element.
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -487,7 +487,7 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        # These singular values come from a Gram matrix, so they are accurate only to about sqrt(eps).
+        # Singular values from a Gram matrix are accurate only to about sqrt(eps).
         applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
@@ -497,7 +497,7 @@ def _judge_update(e: _Evidence) -> None:
 
 def _along(update: Tensor, expected: Tensor) -> float:
     """Compute the length of `update` in the direction of `expected`, relative to the length of `expected`. Rounding
-    errors have no common direction, so they hardly change this length."""
+    errors have no common direction, so rounding hardly changes the length."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0
 

@@ -33,18 +33,16 @@ from torch import Tensor
 from shardmuon.auditing.judge import judge
 from shardmuon.auditing.reference import Arithmetic
 from shardmuon.auditing.report import AuditReport, AuditSchedule, Finding, MatrixRow
-from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank, start
+from shardmuon.comm.groups import Ranks, Traffic, group_for, my_rank
 from shardmuon.comm.vote import Fault, gather
-from shardmuon.errors import HALF_DONE, Refused, naming, ranks_text
-from shardmuon.host import Stepped
+from shardmuon.errors import ExchangeError, Refused, ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, describe
 from shardmuon.layout.engines import engine_of
-from shardmuon.layout.engines.base import NONE, named_params
+from shardmuon.layout.engines.base import GradientState, named_params
 from shardmuon.layout.pieces import Box, Held, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, row_major
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Settings
-from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item
 from shardmuon.step.binding import Binding, Offer, fingerprint
@@ -91,7 +89,7 @@ class StepAudit:
     """
 
     def __init__(
-        self, optimizer: Stepped, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
+        self, optimizer: Any, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
         self.samples, self._rank = samples, my_rank()
@@ -198,8 +196,8 @@ class StepAudit:
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # 8-bit momentum is decoded
-        yield "gradient", layout, self._proposal.grads[number]  # redistributed to the parameter's layout if necessary
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # the keeper decodes 8-bit momentum
+        yield "gradient", layout, self._proposal.grads[number]  # gradients are in the parameters' layouts
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
@@ -235,7 +233,7 @@ class StepAudit:
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
-            # All matrices of one shape are judged by the same rank, so that this rank can detect swapped results.
+            # The same rank judges all matrices of one shape, so that it can detect swapped results.
             target = ranks[(shapes.index(shape) + self._schedule.num_audits) % len(ranks)]
             read.append(self._tried(self._params[number].name, self._read, number, matrix, target))
         told = gather([None if one is None else self._has_gradient(one) for one in read], ranks)
@@ -284,7 +282,7 @@ class StepAudit:
         return Arithmetic(
             settings=Settings.of(one.group),
             choice=choice,
-            products=choice.dtype or default_dtype(choice.method, device or param.device),
+            products=choice.dtype,
             wire={2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[spec.itemsizes[item.matrix]],
             weights=param.dtype,
             gradient=param.dtype if gradient is None else gradient.dtype,
@@ -315,7 +313,9 @@ class StepAudit:
     def _count_runs(self) -> None:
         """Compare the number of matrices that this rank orthogonalized in the step with the number in the plan."""
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
-        planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
+        planned = sum(
+            states[i.param] != GradientState.NONE and self._rank in i.owners for i in self._binding.plan.items
+        )
         if found != planned:
             self._say(
                 "orthogonalized_count",
@@ -428,8 +428,8 @@ def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
 
 
 def _block_of(places: Tensor, cols: int) -> _Block | None:
-    """Return the rectangle of a matrix that consists of exactly these row-major positions, or None if the positions do
-    not form a rectangle. `cols` is the number of columns of the matrix."""
+    """Return the rectangle of a matrix that consists of exactly the row-major positions `places`, or None if the
+    positions do not form a rectangle. `cols` is the number of columns of the matrix."""
     if not len(places):
         return None
     (top, bottom), (left, right) = ((int(at.min()), int(at.max()) + 1) for at in (places // cols, places % cols))
@@ -455,8 +455,8 @@ def _collect(
     if len(ranks) > 1:
         expected = tuple(2 * sum(map(len, of_rank)) for of_rank in places) or (0,) * len(ranks)
         given = tuple(came[0].numel() if rank == target else 0 for rank in ranks)
-        with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = list(start(group_for(ranks), Traffic(), came[0], given, expected).wait().split(expected))
+        with ExchangeError.naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}"):
+            came = list(Traffic().start(group_for(ranks), came[0], given, expected).wait().split(expected))
     if not is_target:
         return {}, []
     whole = {}

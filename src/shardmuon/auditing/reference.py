@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.stores import Stream, round_patch
+from shardmuon.momentum.stores import Stream
 from shardmuon.options import Settings
 from shardmuon.orthogonalize import TORCH_EPS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
@@ -164,7 +164,7 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the value that each stage on weights stores in its first step: the norm of these weights. Returns
+        """Compute the value that each stage on weights stores in its first step: the norm of the given weights. Returns
         stage key -> norm, (1,) in fp64."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
@@ -190,7 +190,7 @@ class Arithmetic:
         if self.rounding is None:
             return wide.to(self.weights)
         stream, matrix = self.rounding
-        return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
+        return stream.round(Patch.rectangle(matrix, 0, 0, *wide.shape), wide)
 
     def recovered_update(
         self,
@@ -214,9 +214,9 @@ class Arithmetic:
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# The formula of a stage is a function of the stage, a matrix, and the values that the stage stores for the matrix. It
-# returns two fp64 tensors: the factor by which the stage multiplies the matrix (broadcast to the matrix's shape), and
-# the values that the stage stores after the step.
+# The formula of a stage is a function of the stage, a matrix, and the values that the stage stores for the matrix. The
+# function returns two fp64 tensors: the factor by which the stage multiplies the matrix (broadcast to the matrix's
+# shape), and the values that the stage stores after the step.
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,4 +307,4 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     if torch.equal(found, expected):
         return 0.0
     exact = expected.double()
-    return float((found.double() - exact).norm() / exact.norm())  # infinite if `expected` is zero but `found` is not
+    return float((found.double() - exact).norm() / exact.norm())  # the quotient is infinite if only `expected` is zero

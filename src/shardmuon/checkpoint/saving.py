@@ -30,6 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -44,7 +45,7 @@ from shardmuon._torch import names_in
 from shardmuon.checkpoint.state import init_missing, merged_group, read_state
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Fault, run_together
-from shardmuon.errors import ExchangeError, about, fault_text, made_public
+from shardmuon.errors import Refused, about, fault_text
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import is_marked, named_params
@@ -57,6 +58,16 @@ from shardmuon.step.kept import CARRIED
 from shardmuon.variants import KEPT_KEYS
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
+    job of one process. Such a job does not need torch.distributed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+@_quiet()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Save weights, optimizer state and options with torch.distributed.checkpoint. Collective over all ranks.
 
@@ -71,26 +82,26 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
     """
     if optimizer.in_step:  # a vote is impossible while other ranks are still in the step's exchanges
-        raise ExchangeError(optimizer.torn())
+        optimizer.refuse_torn()
 
-    with made_public():
+    with Refused.made_public():
         weights, state, groups = run_together(partial(_state_of, model, optimizer))
         table = _describe_shards(model, optimizer)
         saved = run_together(lambda: _as_global(weights, _counted(state, table), table))
     saved["optimizer"]["param_groups"] = groups
-    with _quiet():
-        dcp.save(saved, checkpoint_id=path)
+    dcp.save(saved, checkpoint_id=path)
 
 
+@_quiet()
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Load a checkpoint that `save` wrote. The sharding and the number of ranks can differ from those of the job that
     saved the checkpoint. Collective over all ranks.
 
     `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
-    damaged file would leave them partly old and partly new. This function reads into copies instead. The model and the
-    optimizer get the copies only after everything has been read and checked. The copies need memory, and so does one
-    more copy of the weights at the end. Code in a file never runs. Parameter groups get all options that the file
-    contains, and frozen parameters get their state.
+    damaged file would leave these tensors partly old and partly new. This function reads into copies instead. The model
+    and the optimizer get the copies only after everything has been read and checked. The copies need memory, and so
+    does one more copy of the weights at the end. Code in a file never runs. Parameter groups get all options that the
+    file contains, and frozen parameters get their state.
 
     Args:
         path: Folder that `save` wrote.
@@ -106,35 +117,20 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             checkpoint is loaded.
     """
     saved: dict[str, Any] = {"optimizer": {"param_groups": ()}}
-    with made_public():
+    with Refused.made_public():
         table = _describe_shards(model, optimizer)
         reader, planner = run_together(lambda: (_Reader(path), _Planner()))
-    _read(saved, reader, planner)
-    with made_public():
+    dcp.load(saved, storage_reader=reader, planner=planner)
+    with Refused.made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
         room = run_together(lambda: _room_for(reader.items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
-    _read(targets, reader, planner)
-    with made_public():
+    dcp.load(targets, storage_reader=reader, planner=planner)
+    with Refused.made_public():
         found = {"state": room, "param_groups": groups}
         state, merged = run_together(lambda: read_state(optimizer.param_groups, found, optimizer.keeper))
         _take_over(weights, state, merged, model, optimizer)
-
-
-def _read(targets: dict[str, Any], reader: _Reader, planner: _Planner) -> None:
-    """Read a checkpoint into the tensors of `targets`, with torch.distributed.checkpoint. Collective over all ranks."""
-    with _quiet():
-        dcp.load(targets, storage_reader=reader, planner=planner)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warning that torch.distributed is not initialized, which torch.distributed.checkpoint issues in a
-    job of one process. Such a job does not need torch.distributed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], ...]]:
@@ -149,7 +145,7 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        of_file.pop(CARRIED, None)  # FSDP1's groups carry variant state, which `state` already has
+        of_file.pop(CARRIED, None)  # under FSDP1, groups contain variant state, which `state` has, too
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
 
@@ -395,27 +391,32 @@ def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
 # ----------------------------------------------------------------------------------------------------- reading files
 
 
-_ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
+# (module, name) of everything that the metadata of a checkpoint refers to
+_ALLOWED = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+        *(
+            (Metadata.__module__, name)
+            for name, value in vars(dcp_metadata).items()
+            if getattr(value, "__module__", "") == Metadata.__module__
+        ),
+    }
+)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module in ("torch", Metadata.__module__) and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
-                return found  # a dtype, or a class that is defined in DCP's metadata module
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
 
 
 class _Reader(FileSystemReader):

@@ -27,14 +27,15 @@ from torch import Tensor
 
 from shardmuon.errors import about
 from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.layout.engines.base import name_of, named_params
-from shardmuon.layout.engines.fsdp1 import lies_elsewhere
+from shardmuon.layout.engines.base import named_params
+from shardmuon.layout.engines.fsdp1 import UnitPlace
+from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
+from shardmuon.options import ELSEWHERE, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
-from shardmuon.step.kept import CARRIED, KEPT_DTYPE, start_kept, state_shapes, with_carried
+from shardmuon.step.kept import CARRIED
 from shardmuon.step.validate import state_storage
-from shardmuon.variants import KEPT_KEYS, keeping, stages_of
+from shardmuon.variants import KEPT_KEYS, Stages, keeping, stages_of
 
 _ADAMW_KEYS = (STEP, *MOMENTS)
 _NOT_CONVERTED = (
@@ -48,24 +49,27 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
+def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
+    """Map the key of each state tensor of a parameter to the tensor's global shape. `view` defines the matrices of the
+    parameter."""
+    numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
+    return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
+
+
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing entries of a parameter's initial state, which consists of zeros. Changes `state` in place."""
+    """Add the missing entries of a parameter's initial state, which consists of zeros, and remove AdamW's state of a
+    parameter that Muon now updates, and vice versa. Changes `state` in place."""
     if not group["use_muon"]:
-        init_state(param, param, state)
+        init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
         if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
-            shapes = state_shapes(stages_of(group), view)
-            state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
-
-
-def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
-    """Drop AdamW's state of a parameter that Muon now updates, and vice versa. Such state is left over if `use_muon` of
-    the parameter's group changed while the parameter was frozen. Clears `state` in place."""
-    if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
-        state.clear()
+            engine, stacked = engine_for(param, group), view.num_row_dims == 2
+            for key, shape in _state_shapes(stages_of(group), view).items():
+                if state.get(key) is None:
+                    state[key] = engine.kept_zeros(param, shape, torch.float32, stacked=stacked)
 
 
 def read_state(
@@ -83,7 +87,7 @@ def read_state(
         ValueError: The state dict does not fit the optimizer.
     """
     entries, theirs = _parts_of(saved)
-    entries = with_carried(entries, theirs)
+    entries = _with_carried(entries, theirs)
     if len(theirs) != len(groups):
         raise ValueError(
             f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
@@ -100,7 +104,7 @@ def read_state(
         for (name, p), key in zip(named_params(group, index), their_group["params"], strict=True):
             found = entries.get(key)
             unsaved = found is None and bool(entries) and p.requires_grad
-            if unsaved and not lies_elsewhere(p):
+            if unsaved and not UnitPlace.is_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             elif found or (unsaved and _kept_keys(group)):  # the state of a variant exists even for an empty shard
                 with about(name):
@@ -112,6 +116,19 @@ def read_state(
             "for checkpoint.load, freeze it until it is loaded (requires_grad_(False))"
         )
     return state, merged
+
+
+def _with_carried(
+    entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
+    groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
+) -> Mapping[Any, Any]:
+    """Copy a saved state, and add the stage state that the saved groups contain."""
+    found = dict(entries)
+    for group in groups:
+        for position, kept in (group.get(CARRIED) or {}).items():
+            key = group["params"][int(position)]
+            found[key] = {**found.get(key, {}), **kept}
+    return found
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
@@ -145,7 +162,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     if len(mine["params"]) != len(theirs["params"]):
         raise ValueError(
             f"{where}the state dict lists {len(theirs['params'])} parameters, the optimizer {len(mine['params'])}, "
-            f"beginning with {name_of(mine, index, 0) if mine['params'] else 'none'}. Give the optimizer the "
+            f"beginning with {named_params(mine, index)[0][0] if mine['params'] else 'none'}. Give the optimizer the "
             "parameters it was saved with"
         )
     _check_names(where, mine, theirs)
@@ -162,16 +179,14 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if "param_names" in mine:  # saved names can contain prefixes of wrappers such as torch.compile
-        kept.add("param_names")
+    kept = {"params", CARRIED}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
-        for position, p in enumerate(group["params"]):
-            view_of(name_of(group, index, position), p, group)
+        for name, p in named_params(group, index):
+            view_of(name, p, group)
     return group
 
 
@@ -218,7 +233,7 @@ def _read_param(
     device = engine.storage(p).device
     if group["use_muon"]:
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
-        stacked, shapes = view.num_row_dims == 2, state_shapes(stages_of(group), view)
+        stacked, shapes = view.num_row_dims == 2, _state_shapes(stages_of(group), view)
         wrong = keeper.coded_fault(engine_of(p), p, view.num_row_dims, found)
         for key in (key for key in KEPT_KEYS if key in found):
             kept = engine.kept_storage(found[key], p, shapes[key], stacked=stacked) if key in shapes else None
@@ -226,7 +241,7 @@ def _read_param(
             state[key] = found[key]
         if wrong is not None:
             raise ValueError(wrong)
-        state = {key: value.to(device=device, dtype=KEPT_DTYPE) for key, value in state.items()}
+        state = {key: value.to(device=device, dtype=torch.float32) for key, value in state.items()}
     return state | {key: _read_value(p, key, found[key], keeper, device) for key in own if key in found}
 
 
@@ -236,7 +251,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
     kind, needed = ("Muon", {BUFFER, *_kept_keys(group)}) if group["use_muon"] else ("AdamW", {*_ADAMW_KEYS})
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
-    if kind == "Muon" and BUFFER not in there and lies_elsewhere(p):
+    if kind == "Muon" and BUFFER not in there and UnitPlace.is_elsewhere(p):
         needed.discard(BUFFER)  # for an empty FSDP1 shard, a rank has only the variant's state
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:

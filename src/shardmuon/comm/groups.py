@@ -22,17 +22,16 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
 from operator import sub
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import default_group, is_alive, new_group_among, timeout_of
-from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
+from shardmuon._torch import default_group, group_named, is_alive, new_group_among, timeout_of
+from shardmuon.errors import ExchangeError, ranks_text
 
 _T = TypeVar("_T")
-LARGEST = 1 << 16  # bytes of a lane's receive buffer; fixed, so that receivers need not know the size of a message
 
 Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
 
@@ -54,7 +53,7 @@ class _Made:
 
     token: bytes = field(default_factory=partial(os.urandom, 16))
     groups: dict[Ranks, tuple[int, Callable[[], Any]]] = field(default_factory=dict)
-    lanes: dict[Ranks, _Lane] = field(default_factory=dict)
+    lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
 _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # keys are default process groups
@@ -77,19 +76,17 @@ def num_ranks() -> int:
 
 @dataclass(frozen=True)
 class GroupRef:
-    """Weak reference to a process group, or just the ranks of a group. `_Made` explains why the reference is weak.
+    """Reference to a process group by name, or just the ranks of a group. The reference does not keep the group alive:
+    `_Made` explains why. After the process groups of the job have been destroyed and created again, the reference
+    resolves to the new group of the same name if that group has the same ranks.
 
     Attributes:
         ranks: Global ranks in group-rank order.
         group_name: torch's name of the group; "" if only ranks were given.
-        is_default: True if the group was the default group. After that group has been destroyed, the reference resolves
-            to the current default group if that group has the same ranks.
     """
 
     ranks: Ranks
     group_name: str = ""
-    is_default: bool = field(default=False, compare=False)
-    _live: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
 
     @classmethod
     def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
@@ -106,20 +103,17 @@ class GroupRef:
         if value is None or isinstance(value, GroupRef):
             return value
         if isinstance(value, (tuple, list)):
-            ranks = tuple(value)
-            if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
+            found = cls(tuple(value))
+            if not all(isinstance(rank, int) for rank in value) or len(set(value)) < len(value):
                 raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
-            found = cls(ranks)
-        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() returns an int to excluded ranks
-            if value == dist.GroupMember.NON_GROUP_MEMBER:
-                raise ValueError(
-                    f"{what}={value!r} is what new_group() gives a rank that it leaves out, here rank {my_rank()}. "
-                    "Give each rank a group that it is in, or none"
-                )
-            raise ValueError(f"{what}={value!r} is no process group. Give one of torch.distributed, or global ranks")
+        elif hasattr(value, "group_name"):
+            found = cls(group_ranks(value), str(value.group_name))
         else:
-            default = value is default_group()
-            found = cls(group_ranks(value), str(value.group_name), default, weakref.ref(value))
+            raise ValueError(
+                f"{what}={value!r} is no process group of rank {my_rank()}. Give each rank a group of torch.distributed"
+                f" that it is in ({dist.GroupMember.NON_GROUP_MEMBER} is what new_group() gives a rank that it leaves "
+                "out), global ranks, or none"
+            )
         if found.ranks and my_rank() not in found.ranks:
             raise ValueError(f"{what} has ranks {found.ranks}, and rank {my_rank()} is not among them")
         return found
@@ -128,21 +122,12 @@ class GroupRef:
         """Return the process group, or None if the reference was made from ranks only.
 
         Raises:
-            RuntimeError: The group has been destroyed, or the reference was unpickled, which loses the group.
+            RuntimeError: The group has been destroyed.
         """
-        group = self._live()
-        if self.group_name and (group is None or not is_alive(group)):
-            world = default_group()
-            if self.is_default and world is not None and group_ranks(world) == self.ranks:
-                return world
+        group = group_named(self.group_name)
+        if self.group_name and (group is None or group_ranks(group) != self.ranks):
             raise RuntimeError(_DESTROYED)
         return group
-
-    def __deepcopy__(self, memo: Any) -> GroupRef:
-        return self
-
-    def __reduce__(self) -> Any:
-        return GroupRef, (self.ranks, self.group_name, self.is_default)
 
 
 _DESTROYED = (
@@ -170,7 +155,6 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     created, with the timeout of `hint`, or with the timeout of the default group if `hint` is None. torch keeps all
     groups until `destroy_process_group()`.
     """
-    hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
@@ -232,6 +216,21 @@ class Traffic:
     norm_reductions: int = 0
     norms_sent: int = 0
 
+    def start(self, group: Any, send: Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]) -> Pending:
+        """Start one packed all-to-all, and count it.
+
+        Args:
+            group: Process group of the ranks that take part.
+            send: 1-D send buffer with the elements for each rank, in group-rank order.
+            send_splits: Number of elements to send to each rank, in group-rank order.
+            recv_splits: Number of elements to receive from each rank, in group-rank order.
+        """
+        came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
+        work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
+        self.exchanges += 1
+        self.bytes_sent += send.numel() * send.element_size()
+        return Pending(work, came, send)
+
     def since(self, earlier: Traffic) -> Traffic:
         """Return the increase of each counter since the copy `earlier` was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
@@ -257,41 +256,21 @@ class Pending(NamedTuple):
         return self.came
 
 
-def start(
-    group: Any, traffic: Traffic, send: Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]
-) -> Pending:
-    """Start one packed all-to-all.
-
-    Args:
-        group: Process group of the ranks that take part.
-        traffic: Counters to update.
-        send: 1-D send buffer with the elements for each rank, in group-rank order.
-        send_splits: Number of elements to send to each rank, in group-rank order.
-        recv_splits: Number of elements to receive from each rank, in group-rank order.
-    """
-    came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
-    work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
-    traffic.exchanges += 1
-    traffic.bytes_sent += send.numel() * send.element_size()
-    return Pending(work, came, send)
-
-
 # ---------------------------------------------------------------------------------------------------------------- lanes
 
-# Kind of a hop, and index of the other rank in the lane. "hear" receives a message to merge, "take" the final result.
-_Hop = tuple[Literal["send", "swap", "hear", "take"], int]
 
-
-def _hops_of(me: int, num: int) -> list[_Hop]:
-    """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling])."""
+def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
+    """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling]). A hop
+    consists of its kind and the index of the other rank. The kind "hear" receives a message to merge, "take" the final
+    result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
-    hops: list[_Hop] = [("swap", me ^ 1 << doubled) for doubled in range(num.bit_length() - 1)]
+    hops = [("swap", me ^ 1 << doubled) for doubled in range(num.bit_length() - 1)]
     return hops if me + power >= num else [("hear", me + power), *hops, ("send", me + power)]
 
 
-class _Lane:
+class Lane:
     """Channel for short messages between some ranks, based on a gloo group.
 
     The group connects two ranks only when they first need a connection, so merging the messages of 1,024 ranks opens 10
@@ -303,8 +282,11 @@ class _Lane:
         me: Index of this rank in `ranks`.
         number: Sequence number among the lanes of these ranks, equal on all of the ranks. The number makes the lane's
             key prefix in torch's store unique.
-        is_open: False once the lane has been closed.
+        LARGEST: Size of the receive buffer in bytes. The size is fixed, so that receivers need not know the size of a
+            message.
     """
+
+    LARGEST = 1 << 16
 
     def __init__(self, ranks: Ranks, world: Any, number: int) -> None:
         if not dist.is_gloo_available():
@@ -318,7 +300,26 @@ class _Lane:
         options._timeout = self._limit
         store = dist.PrefixStore(_name_of(ranks, number), dist.distributed_c10d._get_default_store())
         self._group: Any = gloo(store, self.me, len(ranks), options)
-        self.is_open = True
+
+    @classmethod
+    def over(cls, ranks: Ranks) -> Lane:
+        """Return the open lane of these ranks (ascending, including this rank). Creates a lane if none is open."""
+        world = default_group()
+        if world is None:
+            raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
+        lanes = made_under(world).lanes
+        lane = lanes.get(ranks)
+        if lane is None or lane._group is None:
+            lane = lanes[ranks] = cls(ranks, world, 1 if lane is None else lane.number + 1)
+        return lane
+
+    @staticmethod
+    def close_over(ranks: Ranks) -> None:
+        """Close the lane of these ranks if this rank has one. Does not create a lane just to close it: the sequence
+        number of the next lane would then differ between ranks."""
+        world = default_group()
+        if world is not None and ranks in made_under(world).lanes:
+            made_under(world).lanes[ranks].close()
 
     def merge(self, message: _T, merged: Callable[[_T, _T], _T], what: str) -> _T:
         """All-reduce a message of plain data over the ranks of the lane. All hops share one deadline.
@@ -336,7 +337,7 @@ class _Lane:
         """
         deadline = time.monotonic() + self._limit.total_seconds()
         for kind, member in self._hops:
-            found, pending = torch.empty(LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
+            found, pending = torch.empty(self.LARGEST, dtype=torch.uint8, device="cpu"), list[Any]()
             try:
                 if kind in ("send", "swap"):
                     pending.append(self._group.send([_bytes_of(pickle.dumps(message))], member, 7))
@@ -387,12 +388,14 @@ class _Lane:
     def _failed(self, what: str, late: str, error: RuntimeError) -> ExchangeError:
         self.close()
         cause = str(error).rstrip(". \n")
-        return ExchangeError(f"{what}: {late} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+        return ExchangeError(
+            f"{what}: {late} does not answer: {cause}. {ExchangeError.UNCHANGED}. {ExchangeError.REMEDY}"
+        )
 
     def close(self) -> None:
-        """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of `lane_of`
-        makes a new lane."""
-        self._group, self.is_open = None, False
+        """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of
+        `Lane.over` makes a new lane."""
+        self._group = None
 
 
 def _name_of(ranks: Ranks, number: int) -> str:
@@ -403,23 +406,3 @@ def _name_of(ranks: Ranks, number: int) -> str:
 
 def _bytes_of(data: bytes) -> Tensor:  # uint8
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def lane_of(ranks: Ranks) -> _Lane:
-    """Return the open lane of these ranks (ascending, including this rank). Creates a lane if none is open."""
-    world = default_group()
-    if world is None:
-        raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
-    made = made_under(world)
-    lane = made.lanes.get(ranks)
-    if lane is None or not lane.is_open:
-        lane = made.lanes[ranks] = _Lane(ranks, world, 1 if lane is None else lane.number + 1)
-    return lane
-
-
-def close_lane(ranks: Ranks) -> None:
-    """Close the lane of these ranks if this rank has one. Does not create a lane just to close it: the sequence number
-    of the next lane would then differ between ranks."""
-    world = default_group()
-    if world is not None and ranks in made_under(world).lanes:
-        made_under(world).lanes[ranks].close()

@@ -23,9 +23,8 @@ inputs that must be equal on all ranks. `Call.agree` decides whether all ranks p
 
     Digests must be equal within each set of ranks, and one sum checks all sets at once. For each set S of n ranks, the
     first rank of S adds (n - 1) h(S, digest) modulo 2^128, and each other rank of S subtracts h(S, digest). Here h is a
-    hash of the set, the digest, the version of the format and the number of presence bits. Equal digests cancel.
-    Unequal digests leave a sum of different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a
-    probability of at most n / 2^128.
+    hash of the set, the digest and the version of the format. Equal digests cancel. Unequal digests leave a sum of
+    different hashes with nonzero coefficients from -n to n. Such a sum is 0 with a probability of at most n / 2^128.
 
 [Note: who votes]
     Before each call, all ranks that are connected through parameters and process groups (the component) vote. For the
@@ -50,18 +49,14 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shardmuon._torch import default_group
-from shardmuon.comm.groups import LARGEST, Ranks, lane_of, made_under, my_rank, num_ranks
+from shardmuon.comm.groups import Lane, Ranks, made_under, my_rank, num_ranks
 from shardmuon.errors import Refused, fault_text, ranks_text
 
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-MOST_BITS = 8 * (LARGEST - 256)  # largest number of presence bits in a message; 256 bytes are left for other fields
-
-
-class Unlike(ValueError):
-    """Error that several ranks find in the same gathered data, such as a mismatch between ranks. The error's message
-    gets no prefix that names a rank."""
+# Largest number of presence bits in a message. 256 bytes are left for the other fields.
+MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
 class Fault:
@@ -95,10 +90,10 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Refused):  # a Refused is raised on all ranks and already names the rank at fault
+        if isinstance(error, Refused):  # several ranks raise it, so its message gets no prefix that names this rank
             self.add(str(error), error.cause, own=False)
         elif error is not None:
-            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
+            self.add(fault_text(error), error)
         return True
 
     def settle(self, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
@@ -163,14 +158,12 @@ class Ballot(NamedTuple):
         digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set of this rank.
         presence: Bits for facts that only some ranks know, such as "has this gradient". A verdict merges the bits of
             all ranks by "or".
-        num_bits: Number of bits in `presence`, equal on all ranks.
     """
 
     phase: Phase
     flags: Flag = Flag.NONE
     digests: Mapping[Ranks, bytes] | None = None
     presence: int = 0
-    num_bits: int = 0
 
 
 _Message = tuple[int, int, int, int]  # phase, flags, sum of digests, presence bits
@@ -185,10 +178,10 @@ def vote(ballot: Ballot, component: Ranks) -> Ballot:
     """
     if len(component) == 1:
         return ballot
-    lane, total = lane_of(component), 0
+    lane, total = Lane.over(component), 0
     for ranks, digest in (ballot.digests or {}).items():
         factor = len(ranks) - 1 if component[lane.me] == ranks[0] else -1
-        total += factor * int.from_bytes(digest_of((_VERSION, ballot.num_bits, ranks, digest)), "little")
+        total += factor * int.from_bytes(digest_of((_VERSION, ranks, digest)), "little")
     mine = int(ballot.phase), int(ballot.flags), total % _MODULUS, ballot.presence
     phase, flags, total, presence = lane.merge(mine, _merged, f"a vote ({ballot.phase.name})")
     return Ballot(Phase(phase), Flag(flags) | (Flag.UNLIKE if total else Flag.NONE), presence=presence)
@@ -239,7 +232,7 @@ def gather(value: _T, ranks: Ranks, fault: Fault | None = None) -> list[_T]:
             sent = pickle.dumps((None, value))
         if fault.text is not None:
             sent = pickle.dumps((fault.text, None))
-        everyone = lane_of(ranks).share(sent, "gathering values")
+        everyone = Lane.over(ranks).share(sent, "gathering values")
     if said := _told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), fault.cause)
     return [theirs for _, theirs in everyone]
@@ -281,9 +274,6 @@ class _Entry(NamedTuple):
     facts: Any = None
 
 
-_Known = dict[int, _Entry]  # global rank -> its entry
-
-
 def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | None = None) -> dict[int, _T]:
     """Discover the component of this rank: all ranks connected to it. Collective over the component.
 
@@ -305,12 +295,12 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
     """
     known = {my_rank(): _Entry(sets, fault.text, facts)}
     if before is not None and len(before) > 1:
-        everyone = lane_of(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
+        everyone = Lane.over(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
     num_done = 0
     while num_done < _num_rounds(known):  # all ranks of a component stop after the same round
         for ranks in in_order(sets):
-            for heard in lane_of(ranks).share(pickle.dumps(known), "finding out who belongs together"):
+            for heard in Lane.over(ranks).share(pickle.dumps(known), "finding out who belongs together"):
                 known.update(heard)
         num_done += 1
     _refuse(known, fault)
@@ -323,7 +313,7 @@ def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
-def _num_rounds(known: _Known) -> float:
+def _num_rounds(known: Mapping[int, _Entry]) -> float:
     """Compute the number of rounds of flooding after which every rank in `known` has the entries of all ranks that it
     can reach. The number is infinite if an entry in `known` names a rank whose entry is missing."""
     order = in_order(ranks for entry in known.values() for ranks in entry.sets)
@@ -337,7 +327,7 @@ def _num_rounds(known: _Known) -> float:
     return number
 
 
-def _refuse(known: _Known, fault: Fault) -> None:
+def _refuse(known: Mapping[int, _Entry], fault: Fault) -> None:
     """Raise Refused if an entry has an error, or if only some of a set's ranks list the set."""
     said = _told_by(known[rank].fault for rank in sorted(known))
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):

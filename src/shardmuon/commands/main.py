@@ -16,7 +16,7 @@ import torch
 
 from shardmuon import __version__
 from shardmuon.foresight import Hardware, plan
-from shardmuon.foresight.models import make_model
+from shardmuon.foresight.models import load_model
 from shardmuon.routing.groups import param_groups
 
 __all__ = ["main"]
@@ -52,7 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         return cast(int, args.run(args))
-    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:  # from the user's arguments or model
+    except (
+        ImportError,
+        OSError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as wrong:  # errors in the user's arguments or model
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 
@@ -109,21 +115,23 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_route)
     parser.add_argument(
         "model",
-        help="MODULE:FUNCTION that returns the model (a dotted module, or a file that ends in .py), or the config.json "
-        "of a Hugging Face model, or the folder that holds it (needs transformers; nothing is downloaded)",
+        help="MODULE:FUNCTION that returns the model (a dotted module, or a file that ends in .py), a preset "
+        "(llama3-8b, deepseek-v3, ..), or the config.json of a Hugging Face model or the folder that holds it (needs "
+        "transformers; nothing is downloaded)",
     )
-    parser.add_argument("--each", action="store_true", help="a line for each parameter, also where layers are alike")
-    parser.add_argument("--meta", action="store_true", help="build it on the meta device (a config's model always is)")
+    parser.add_argument(
+        "--meta", action="store_true", help="build it on the meta device (presets and config.json always are)"
+    )
 
 
 def _route(args: argparse.Namespace) -> int:
     """Print a model's routing table, which lists the optimizer of each parameter and the reason for it, and then the
     warnings about the routing. Needs no optimizer, data or training step. Returns 0, the exit status."""
-    model = make_model(args.model, args.meta)
+    _, _, model, _ = load_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = param_groups(model, lr=1.0)  # any lr works, because the table does not depend on lr
-    print(groups if args.each else groups.summary())
+    print(groups)
     for warning in caught:
         print(f"\nwarning: {warning.message}")
     return 0

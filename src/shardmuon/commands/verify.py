@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.compare import Comparison
 from shardmuon.testing.frameworks import Fsdp1Run, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
@@ -42,11 +42,11 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
         options["weight_decay"] = 0.0
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
-        dense += pool.run(compare_with_dense, layout, ns_dtype=dtype, lr=0.02, **options)
+        dense += pool.run(Comparison.with_dense, layout, ns_dtype=dtype, lr=0.02, **options)
         # at ZeRO stage 0 with half precision, DeepSpeed gives the optimizer copies of the weights, and shardmuon raises
         # an error for such copies
         if not variant and (layout != "zero0" or dtype == torch.float32):
-            torches += pool.run(compare_with_torch, layout, dtype=dtype, lr=0.02)
+            torches += pool.run(Comparison.with_torch, layout, dtype=dtype, lr=0.02)
     difference, done = _worst(c.max_difference for c in dense), [c.traffic for c in dense]
     same, same_as_torch = (all(c.bitwise for c in found) for found in (dense, torches))
     cells = {

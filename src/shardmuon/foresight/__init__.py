@@ -1,13 +1,13 @@
 """Estimate the cost of Muon in a training job before the job runs.
 
-`plan` makes the plan that the job itself would make, for any model on any mesh, without starting ranks. From this plan,
-it estimates the time, memory and communication of an optimizer step.
+`plan` makes the plan that the job itself would make, for any model on any mesh, without starting ranks, and estimates
+the time, memory and communication of an optimizer step.
 """
 
 from __future__ import annotations
 
 from shardmuon.foresight.hardware import Hardware
-from shardmuon.foresight.job import count
-from shardmuon.foresight.report import Report, plan, price_plan
+from shardmuon.foresight.job import Exact
+from shardmuon.foresight.report import Price, Report, plan
 
-__all__ = ["Hardware", "Report", "count", "plan", "price_plan"]
+__all__ = ["Exact", "Hardware", "Price", "Report", "plan"]

@@ -123,27 +123,27 @@ class BucketCount:
         """Number of all-to-all calls for the bucket: two for gather and scatter, one for the relay."""
         return 2 * self.gathers + self.relays
 
+    @staticmethod
+    def of_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[BucketCount, ...]]:
+        """Count the work of every rank in a plan.
+
+        Args:
+            plan: The plan.
+            node_of: Function that maps a rank to the index of its node.
+
+        Returns:
+            Rank -> its work in each of its buckets, in the plan's order. The keys are all ranks that take part in the
+            plan, ascending.
+        """
+        found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
+        ways = _ways_in(plan)
+        for number, bucket in enumerate(plan.buckets):
+            for rank, one in zip(bucket.ranks, _counts(plan, number, bucket, ways, node_of), strict=True):
+                found[rank].append(one)
+        return {rank: tuple(buckets) for rank, buckets in found.items()}
+
 
 # ----------------------------------------------------------------------------------------------------------- counting
-
-
-def count_plan(plan: Plan, node_of: Callable[[int], int]) -> dict[int, tuple[BucketCount, ...]]:
-    """Count the work of every rank in a plan.
-
-    Args:
-        plan: The plan.
-        node_of: Function that maps a rank to the index of its node.
-
-    Returns:
-        Rank -> its work in each of its buckets, in the plan's order. The keys are all ranks that take part in the plan,
-        ascending.
-    """
-    found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
-    ways = _ways_in(plan)
-    for number, bucket in enumerate(plan.buckets):
-        for rank, one in zip(bucket.ranks, _counts(plan, number, bucket, ways, node_of), strict=True):
-            found[rank].append(one)
-    return {rank: tuple(buckets) for rank, buckets in found.items()}
 
 
 class _Ways(NamedTuple):

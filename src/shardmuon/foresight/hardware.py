@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardmuon.orthogonalize import batch_size, default_dtype
+from shardmuon.orthogonalize import batch_size
 from shardmuon.orthogonalize.choice import Choice
 
 # Bytes that each pass over memory reads and writes per fp32 element. Buffers that are sent or received are not counted,
@@ -86,10 +86,10 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-_Row = tuple[float, float, float, float]  # (size, least, middle and largest value at this size)
-_Ends = NDArray[
-    np.float64
-]  # shape (3,): least, middle and largest value of a number; best, middle and worst value of an estimate
+_Row = tuple[float, float, float, float]  # a size, and the least, middle and largest value for the size
+# Array of shape (3,) with the least, middle and largest value of a number, or the best, middle and worst value of an
+# estimate.
+_Ends = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,10 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
+        # Beyond the last size, a time grows with the size. Below the first size, a time is constant, because short
+        # operations take their latency.
         sizes, *ends = zip(*rows, strict=True)
-        beyond = max(1.0, size / sizes[-1]) ** self.slope  # below the first size, a time is a latency
+        beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
         return value, size > sizes[-1] or (size < sizes[0] and not self.slope)
 
@@ -146,7 +148,7 @@ class Hardware:
     Attributes:
         name: Name that selects the machine in commands, such as "h100".
         title: Description shown in reports.
-        device: Type of torch device, such as "cuda" or "cpu". It determines the defaults with which a job is planned.
+        device: Type of torch device, such as "cuda" or "cpu". The device determines the defaults for planning a job.
         numbers: Name -> number or table. Examples of names are "link", "peak bfloat16" and "all-to-all 4"; `_NUMBERS`
             and `_OPTIONAL` describe all of them.
         notes: Remarks that reports print next to their time estimates.
@@ -206,7 +208,7 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on a node. Fast links connect these ranks."""
+        """Number of ranks on a node, which fast links connect."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
@@ -220,10 +222,10 @@ class Hardware:
         Returns:
             The table's name; "efficiency of any" if no table matches.
         """
-        exact = (how, f"{Choice.of(how).method} {dtype}", dtype, "any")
+        exact = (how, dtype, "any")
         others = (key for key in sorted(self.numbers) if key.startswith("efficiency") and dtype in key.split())
         names = (*(f"efficiency of {key}" for key in exact), *others)
-        return next((name for name in names if name in self.numbers), names[3])
+        return next((name for name in names if name in self.numbers), names[2])
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds
@@ -250,7 +252,8 @@ class Rates:
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))  # lower times are better
+        # The best value is the least value of a time, and the largest value of a rate.
+        is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))
         return found if is_time else found[::-1]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
@@ -265,14 +268,14 @@ class Rates:
         if not flops or not count:
             return np.zeros(3)
         choice, short, device = Choice.of(how), min(rows, cols), torch.device(self.hardware.device)
-        dtype = str(choice.dtype or default_dtype(choice.method, device)).removeprefix("torch.")
+        dtype = str(choice.dtype).removeprefix("torch.")
         peak, aspect = self.of(f"peak {dtype}"), max(rows, cols) / short
         name = self.hardware.efficiency(how, dtype)
         table = self.hardware[name]
         size = batch_size(rows, cols, device) if choice.method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
-        # A batch with more work than the table's largest matrix gets that matrix's efficiency. This lookup is not
-        # recorded as an extrapolation: only the size of the single matrix decides that.
+        # A batch with more work than the table's largest matrix gets the largest matrix's efficiency. This lookup is
+        # not recorded as an extrapolation, because extrapolations are reported by the size of a single matrix.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
@@ -334,8 +337,8 @@ class Rates:
         return self.of(name, num_ranks, str(num_ranks)) if name in self.hardware.numbers else np.ones(3)
 
     def _note(self, name: str, known: _Known, beyond: str = "") -> None:
-        """Record a lookup in `unverified` if nobody has checked the number, and in `extrapolated` if `beyond` is not
-        empty: it then describes the size that was beyond the table's ends."""
+        """Record a lookup in `unverified` if nobody has checked the number. If the size was beyond the table's ends,
+        `beyond` describes the size, and the lookup is also recorded in `extrapolated`."""
         if not known.verified:
             self.unverified.setdefault(name, known.source)
         if beyond:
@@ -364,7 +367,8 @@ def _parse(data: Any, where: str) -> Hardware:
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
         try:
-            # Beyond the last size, values of these two tables grow in proportion to the size; others stay constant.
+            # Beyond the last size, values of all-to-all and "ranks at once" tables grow in proportion to the size, and
+            # values of other tables stay constant.
             numbers[name] = _known(found, 1.0 if kind in ("all-to-all", "ranks at once") else 0.0)
         except (KeyError, TypeError, ValueError) as wrong:
             raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong

@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,18 +24,19 @@ from torch import nn
 
 from shardmuon.comm.groups import Ranks
 from shardmuon.errors import ranks_text
-from shardmuon.foresight.counting import BucketCount, count_plan
+from shardmuon.foresight.counting import BucketCount
 from shardmuon.foresight.models import load_model
-from shardmuon.layout.mesh import OnMesh, Shard, flat_part, kept_layout, reading
+from shardmuon.layout.engines.flat import FlatShard
+from shardmuon.layout.mesh import OnMesh, Shard
 from shardmuon.layout.pieces import Box, ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.keeper import check_blocks
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.muon import Muon
-from shardmuon.options import CONFIG_OPTIONS, MuonConfig, OptionsReader, Settings
+from shardmuon.options import MuonConfig, OptionsReader, Settings
 from shardmuon.plan.plan import Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.price.machines import DEFAULT, MACHINES, Machine
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.step.binding import make_spec
 from shardmuon.step.update import PORTION_ELSEWHERE
 from shardmuon.variants import Stage
@@ -210,20 +211,20 @@ def _parameters_of(
     return found
 
 
-def _cut(name: str, num_dims: int, turned: bool) -> int | None:
+def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
     """Find the dim along which tensor parallelism shards a parameter, from the name of its module.
 
     Args:
         name: Name of the parameter.
         num_dims: Number of its dims.
-        turned: True for a weight that is stored as (inputs, outputs).
+        transposed: True for a weight that is stored as (inputs, outputs).
 
     Returns:
         The dim as a negative index; None if tensor parallelism replicates the parameter.
     """
     words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
-    outputs, inputs = (-1, -2) if turned else (-2, -1)
+    outputs, inputs = (-1, -2) if transposed else (-2, -1)
     if _COLUMN.fullmatch(word) and (num_dims > 1 or words[-1] == "bias"):
         return outputs if num_dims > 1 else -1
     return inputs if num_dims > 1 and _ROW.fullmatch(word) else None
@@ -246,7 +247,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-# A parameter, its layout, and its mesh with the placements on it. The mesh is None for parameters in flat buffers.
+# A parameter, its layout, and its mesh with its placements. The mesh is None for parameters in flat buffers.
 _Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 
@@ -344,7 +345,7 @@ def _on_meshes(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_Uni
 
     @cache
     def layout_of(view: MatrixView, place: OnMesh) -> ParamLayout:
-        return ParamLayout(view, ranks, tuple(held for held, _ in reading(view.shape, place.mesh, place.placements)))
+        return ParamLayout(view, ranks, tuple(held for held, _ in place.reading(view.shape).values()))
 
     for p in params:
         if p.expert and p.shape[0] % mesh.ep:
@@ -391,7 +392,8 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
     @cache
     def layout_of(view: MatrixView, held: _Ranges) -> ParamLayout:
-        return ParamLayout(view, ranks, tuple(flat_part(view.shape, None, 0, 1, *of_rank) for of_rank in held))
+        shards = ((FlatShard(view.shape, start, None, "flat buffers"), stop - start) for start, stop in held)
+        return ParamLayout(view, ranks, tuple(shard.held(numel) for shard, numel in shards))
 
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         members = list(of_group)
@@ -437,7 +439,7 @@ class _Stored(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of all these bytes."""
+        """Total bytes that the rank stores between steps."""
         return sum(self)
 
 
@@ -533,6 +535,79 @@ class Exact:
     tokens_flops: int = 0
 
     @classmethod
+    def of_job(
+        cls,
+        model: str | nn.Module,
+        mesh: str,
+        *,
+        engine: str = "torch",
+        gpus_per_node: int = 8,
+        device: str = "cuda",
+        weights: torch.dtype = torch.float32,
+        machine: Machine | None = None,
+        active_params: float | None = None,
+        **options: Any,
+    ) -> Exact:
+        """Plan a job without starting its ranks, and count what each rank stores, sends and computes.
+
+        Routing, layouts and the plan are made by the same code as in a live job, so `Exact.digests` equal the digests
+        of a live job with the same options.
+
+        Args:
+            model: Name of a preset, path of a config.json, MODULE:FUNCTION or a module, see `models.load_model`.
+            mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8".
+            engine: Framework that shards parameters: "torch" or "zero", see `_Mesh`.
+            gpus_per_node: Number of ranks on a node.
+            device: Type of torch device: "cuda" or "cpu".
+            weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
+            machine: Machine whose speed decides how matrices are divided into buckets. Default: an H100, or a CPU if
+                `device` is "cpu".
+            active_params: Number of parameter elements used per token. Default: the preset's number. For a model that
+                is not a preset, the default is the number of all elements except embeddings, or 0 (unknown) if the
+                model has experts.
+            **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
+
+        Raises:
+            ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message names
+                the correction.
+        """
+        if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
+            raise ValueError(
+                f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9"
+            )
+        name, source, module, active = load_model(model)
+        arranged = _parse_mesh(mesh, engine, gpus_per_node)
+        job = _Planned(module, arranged, device, weights, options)
+        policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else "h100"])
+        units = _make_units(job.params, arranged)
+        plans = [make_plan([job.spec_of(one) for one in unit.placed if one[0].use_muon], policy) for unit in units]
+        shares: dict[int, list[_RankClass]] = {}
+        for unit, plan in zip(units, plans, strict=True):
+            for rank, share in zip(unit.ranks, job.shares(unit, plan), strict=True):
+                shares.setdefault(rank, []).append(share)
+        muon, adamw = (sum(p.numel for p in job.params if p.use_muon == kind) for kind in (True, False))
+        return cls(
+            name,
+            source,
+            muon,
+            adamw,
+            arranged,
+            _classes_of(shares),
+            {
+                f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
+                for number, plan in enumerate(plans)
+                for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
+                if len(ranks) > 1
+            },
+            {
+                "device": device,
+                "weights": str(weights).removeprefix("torch."),
+                **{key: str(value) for key, value in job.config.changed().items()},
+            },
+            6 * round(active_params or active),
+        )
+
+    @classmethod
     def of_plan(cls, plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
         """Count the work in an existing plan. AdamW's elements and the bytes stored between steps are given as 0,
         because a plan does not contain them.
@@ -545,7 +620,7 @@ class Exact:
         voting = _voting(plan)
         shares = {
             rank: [_RankClass((), 0, _Stored(), found, sum(b.held for b in found), 0, int(rank in voting))]
-            for rank, found in count_plan(plan, lambda rank: rank // gpus_per_node).items()
+            for rank, found in BucketCount.of_plan(plan, lambda rank: rank // gpus_per_node).items()
         }
         mesh = _Mesh(dp=max(1, max(shares, default=-1) + 1 if world is None else world), gpus_per_node=gpus_per_node)
         elements = sum(item.numel for item in plan.items)
@@ -562,75 +637,6 @@ class Exact:
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
-def count(
-    model: str | nn.Module,
-    mesh: str,
-    *,
-    engine: str = "torch",
-    gpus_per_node: int = 8,
-    device: str = "cuda",
-    weights: torch.dtype = torch.float32,
-    machine: Machine | None = None,
-    active_params: float | None = None,
-    **options: Any,
-) -> Exact:
-    """Plan a job without starting its ranks, and count what each rank stores, sends and computes.
-
-    Routing, layouts and the plan are made by the same code as in a live job, so `Exact.digests` equal the digests of a
-    live job with the same options.
-
-    Args:
-        model: Name of a preset, path of a config.json, MODULE:FUNCTION or a module, see `models.load_model`.
-        mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8".
-        engine: Framework that shards parameters: "torch" or "zero", see `_Mesh`.
-        gpus_per_node: Number of ranks on a node.
-        device: Type of torch device: "cuda" or "cpu".
-        weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
-        machine: Machine whose speed decides how matrices are divided into buckets. Default: the machine that a live job
-            on this type of device would use.
-        active_params: Number of parameter elements used per token. The default is the preset's number or, for other
-            models, the number of all elements except embeddings; it is unknown for other models with experts.
-        **options: Options of `Muon`, such as ``method``, ``ns_steps`` or ``overrides``.
-
-    Raises:
-        ValueError: The model's shapes cannot be determined, or the mesh does not fit the model. The message names the
-            correction.
-    """
-    if active_params is not None and (isinstance(active_params, (bool, str)) or not 1 <= active_params < math.inf):
-        raise ValueError(f"active_params={active_params!r} must be a number of parameters of at least 1, such as 3e9")
-    name, source, module, active = load_model(model)
-    arranged = _parse_mesh(mesh, engine, gpus_per_node)
-    job = _Planned(module, arranged, device, weights, options)
-    policy = Policy(job.config.bucket_bytes, machine or MACHINES["cpu-gloo" if device == "cpu" else DEFAULT])
-    units = _make_units(job.params, arranged)
-    plans = [make_plan([job.spec_of(one) for one in unit.placed if one[0].use_muon], policy) for unit in units]
-    shares: dict[int, list[_RankClass]] = {}
-    for unit, plan in zip(units, plans, strict=True):
-        for rank, share in zip(unit.ranks, job.shares(unit, plan), strict=True):
-            shares.setdefault(rank, []).append(share)
-    muon, adamw = (sum(p.numel for p in job.params if p.use_muon == kind) for kind in (True, False))
-    return Exact(
-        name,
-        source,
-        muon,
-        adamw,
-        arranged,
-        _classes_of(shares),
-        {
-            f"{number}: {ranks_text(ranks)}": plan.digests[ranks].hex()
-            for number, plan in enumerate(plans)
-            for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
-            if len(ranks) > 1
-        },
-        {
-            "device": device,
-            "weights": str(weights).removeprefix("torch."),
-            **{key: str(value) for key, value in job.config.changed().items()},
-        },
-        6 * round(active_params or active),
-    )
-
-
 class _Planned:
     """A model on a mesh, with the options of its optimizer.
 
@@ -643,18 +649,17 @@ class _Planned:
         self, module: nn.Module, mesh: _Mesh, device: str, weights: torch.dtype, options: Mapping[str, Any]
     ) -> None:
         self._mesh, self._device, self._weights = mesh, device, weights
-        self.config = MuonConfig(**{key: options[key] for key in CONFIG_OPTIONS if key in options})
+        self.config = MuonConfig(**{one.name: options[one.name] for one in fields(MuonConfig) if one.name in options})
         if mesh.engine == "zero" and self.config.stored():
             raise ValueError(
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # the live job will issue the same warnings
+        with warnings.catch_warnings():  # users get these warnings from the live job
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._chooser = self.config.chooser()
         self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
 
     def spec_of(self, placed: _Placed) -> Spec:
@@ -667,15 +672,17 @@ class _Planned:
 
             def kept_of(stage: Stage) -> ParamLayout:
                 numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
-                return kept_layout(layout, numbers, place)
+                if place is None:
+                    return ParamLayout.replicated(layout.view.kept(numbers), layout.ranks)
+                return place.kept(layout, numbers)
 
             device = torch.device(self._device)
             doubles = self._weights == torch.float64
-            self._specs[key] = make_spec(param.name, layout, settings, device, self._chooser, doubles, kept_of)
+            self._specs[key] = make_spec(param.name, layout, settings, self.config, device, None, doubles, kept_of)
         return self._specs[key]._replace(name=param.name)
 
     def shares(self, unit: _Unit, plan: Plan) -> Iterable[_RankClass]:
-        buckets = count_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
+        buckets = BucketCount.of_plan(plan, lambda rank: rank // self._mesh.gpus_per_node)
         voting = _voting(plan)
         for rank, (muon, adamw, weights, scales) in zip(unit.ranks, unit.elements().T.tolist(), strict=True):
             stored = self._stored(muon, adamw, weights, scales)

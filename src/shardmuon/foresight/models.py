@@ -1,10 +1,10 @@
 """Make models whose parameters have shapes but no values. A model can come from a preset, a Hugging Face configuration,
 a function or the user's module.
 
-[Note: what works on a token]
+[Note: active parameters]
     Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
-    embedding tables, which are only looked up, and experts to which the token is not routed. For models with experts,
-    the number of active parameters comes from the preset or from the user.
+    embedding tables, which need no matrix product, and experts to which the token is not routed. For models with
+    experts, the number of active parameters comes from the preset or from the user.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ import torch
 from torch import nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.roles import find_places, is_table
+from shardmuon.routing.roles import Placed
 from shardmuon.texts import did_you_mean
 
 # ---------------------------------------------------------------------------------------------- which model is meant
 
 
-def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
+def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.Module, int]:
     """Load a model from a preset, a Hugging Face configuration, a function or a module.
 
     Args:
         model: Name of a preset, path of a Hugging Face config.json or of its folder, MODULE:FUNCTION, or a module
             (preferably on the meta device).
+        meta: True to run FUNCTION under the meta device. Presets and configurations are always built on the meta
+            device.
 
     Returns:
-        The model's name; the origin of its shapes (an address, a file or a function); the module, which is on the meta
-        device unless the user gave another one; and the number of parameter elements used per token ([Note: what works
-        on a token]). This number is 0, for unknown, if the model has experts and is not a preset.
+        The model's name; the origin of its shapes (an address, a file or a function); the module; and the number of
+        parameter elements used per token ([Note: active parameters]). This number is 0, for unknown, if the model
+        has experts and is not a preset.
 
     Raises:
         ValueError: `model` is none of these, or the shapes cannot be determined from it.
@@ -54,7 +56,7 @@ def load_model(model: str | nn.Module) -> tuple[str, str, nn.Module, int]:
         made = build(data["config"])
         return data["title"], data["source"], made, data.get("active_parameters") or _active_of(made)
     if _is_config(model) or ":" in model:
-        made = make_model(model, meta=True)
+        made = _from_config(model) if _is_config(model) else _from_function(model, meta)
         return model, model, made, _active_of(made)
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, list(known))}"
@@ -70,19 +72,13 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _active_of(module: nn.Module) -> int:
-    """Count the parameter elements that each token uses, see [Note: what works on a token]. Returns 0 for a model with
+    """Count the parameter elements that each token uses, see [Note: active parameters]. Returns 0 for a model with
     experts, because the number of experts per token is unknown."""
-    held = [(p, places) for p, places in find_places(module) if not all(is_table(place.module) for place in places)]
+    held = [(p, places) for p, places in Placed.all_in(module) if not all(place.is_table for place in places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
     # A 3-D parameter is a stack of experts.
     has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)
     return 0 if has_experts else sum(p.numel() for p, _ in held)
-
-
-def make_model(text: str, meta: bool) -> nn.Module:
-    """Build a model from a Hugging Face config or from MODULE:FUNCTION. A model from a config is always on the meta
-    device. A function runs under the meta device only if `meta` is True."""
-    return _from_config(text) if _is_config(text) else _from_function(text, meta)
 
 
 def _is_config(text: str) -> bool:
@@ -150,9 +146,9 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
     return made
 
 
-def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: str = "meta") -> nn.Module:
-    """Build a tree of modules from the names and shapes of their parameters. The parameters are not initialized, and
-    the modules have no forward.
+def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make]) -> nn.Module:
+    """Build a tree of modules on the meta device from the names and shapes of their parameters. The modules have no
+    forward.
 
     Args:
         shapes: Parameter name -> shape, in the model's order.
@@ -160,7 +156,6 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: 
             another name is an embedding if its parameter is 2-D and the name contains "embed" or is "wte" or "wpe", a
             linear layer if its parameter is 2-D otherwise, and an RMSNorm if its parameter is 1-D and the name contains
             "norm".
-        device: Device of the parameters.
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
@@ -172,7 +167,7 @@ def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make], device: 
                 made = make(shape) if make else _leaf(part, shape) if part == path[-1] else _bare(_type("Node"))
                 node.add_module(part, made)
             node = node._modules[part]
-        node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device=device)))
+        node.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
     return root
 
 
@@ -189,24 +184,24 @@ def _leaf(name: str, shape: Ints) -> nn.Module:
 
 # Default sizes of a decoder-only model. Most names are the same as in Hugging Face's configurations.
 _DECODER: Mapping[str, Any] = {
-    "num_key_value_heads": 0,  # 0: equal to num_attention_heads
-    "head_dim": 0,  # 0: hidden_size / num_attention_heads
-    "intermediate_size": 0,  # size of dense feed-forward layers; 0: 4 * hidden_size
+    "num_key_value_heads": 0,  # 0 selects num_attention_heads
+    "head_dim": 0,  # 0 selects hidden_size / num_attention_heads
+    "intermediate_size": 0,  # size of dense feed-forward layers; 0 selects 4 * hidden_size
     "tie_word_embeddings": False,
-    "attention_bias": False,  # True: the projections q, k and v have biases; "all": q, k, v and o
-    "qk_norm": False,  # True: queries and keys are normalized in each head
-    # "gated": gate, up and down projections. "plain": GPT-2's layer, with two linear layers that are stored transposed
-    # and have biases, LayerNorm with biases, and learned positions.
+    "attention_bias": False,  # True adds biases to the projections q, k and v; "all" adds a bias to o, too
+    "qk_norm": False,  # True normalizes queries and keys in each head
+    # "gated" has gate, up and down projections. "plain" is GPT-2's layer, with two linear layers that are stored
+    # transposed and have biases, LayerNorm with biases, and learned positions.
     "mlp": "gated",
-    "max_position_embeddings": 0,  # number of learned positions, for "mlp": "plain"
+    "max_position_embeddings": 0,  # number of learned positions if "mlp" is "plain"
     "num_experts": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # experts that are always active, fused into one dense layer
     "first_k_dense": 0,  # number of dense layers before the layers with experts
-    "router_bias": False,  # True: the router has a bias, one entry per expert
-    # True: experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
+    "router_bias": False,  # True adds a bias to the router, with one entry per expert
+    # True selects experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
     "expert_bias": False,
-    "attention_sinks": False,  # True: each head has a learned attention sink, as in gpt-oss
+    "attention_sinks": False,  # True adds a learned attention sink to each head, as in gpt-oss
     # Sizes of DeepSeek's latent attention. With kv_lora_rank 0, the model has grouped-query attention instead. With
     # q_lora_rank 0, queries are not compressed.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
@@ -214,7 +209,7 @@ _DECODER: Mapping[str, Any] = {
 
 
 # Parameters of a decoder-only model in the model's order, as (conditions, name, dims). A parameter exists if all its
-# conditions hold. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are relative to
+# conditions are true. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are relative to
 # model.layers.N. "plain" stands for GPT-2's layer, whose weights are stored as (inputs, outputs), with q, k and v fused
 # along the columns.
 _FIRST = (
@@ -233,7 +228,7 @@ _LAYER = (
     ("plain", "mlp.c_proj.weight", "inner width"),
     ("plain", "mlp.c_proj.bias", "width"),
     ("norms", "input_layernorm.weight", "width"),
-    # parameters of grouped-query attention
+    # Parameters of grouped-query attention.
     ("grouped sinks", "self_attn.sinks", "heads"),
     ("grouped", "self_attn.q_proj.weight", "q width"),
     ("grouped bias", "self_attn.q_proj.bias", "q"),
@@ -245,7 +240,7 @@ _LAYER = (
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
     ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
     ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
-    # parameters of DeepSeek's latent attention; some weights are fused, and routing splits them into matrices
+    # Parameters of DeepSeek's latent attention. Some weights are fused, and routing splits fused weights into matrices.
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
     ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -281,11 +276,11 @@ _LAST = (
 
 
 def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
-    """Return the values of the dims and conditions that occur in `_FIRST`, `_LAYER` and `_LAST`. A condition holds if
-    its value is not 0.
+    """Return the values of the dims and conditions that occur in `_FIRST`, `_LAYER` and `_LAST`. A condition is true
+    if its value is not 0.
 
     Args:
-        c: Sizes of the model, with the attributes that `_build` takes.
+        c: Sizes of the model, with the keys of the argument of `build` as attributes.
         layer: Index of the layer, which decides whether the layer has experts; -1 for parameters outside layers.
     """
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
@@ -327,7 +322,7 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
 
 
 def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], above: str = "") -> dict[str, Ints]:
-    """Return the names and shapes of the parameters in `rows` whose conditions hold.
+    """Return the names and shapes of the parameters in `rows` whose conditions are true.
 
     Args:
         rows: Parameters as (conditions, name, dims).
@@ -341,15 +336,14 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
     }
 
 
-def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Build the modules of a decoder-only model, without a forward. Parameters have the names and shapes that they have
-    in Hugging Face's models, except that experts are stacked as in torchtitan.
+def build(sizes: Mapping[str, Any]) -> nn.Module:
+    """Build the modules of a decoder-only model on the meta device, without a forward. Parameters have the names and
+    shapes that they have in Hugging Face's models, except that experts are stacked as in torchtitan.
 
     If routing recognizes a module by the name of its class, the module gets a class with this name.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.
-        device: Device of the parameters, which are not initialized.
     """
     c = SimpleNamespace(**{**_DECODER, **sizes})
     latent = {key: getattr(c, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
@@ -365,7 +359,7 @@ def build(sizes: Mapping[str, Any], device: str = "meta") -> nn.Module:
     shapes = _shapes(_FIRST, _words(c))
     for layer in range(c.num_hidden_layers):
         shapes |= _shapes(_LAYER, _words(c, layer), f"model.layers.{layer}.")
-    made: Any = _modules_of(shapes | _shapes(_LAST, _words(c)), kinds, device)
+    made: Any = _modules_of(shapes | _shapes(_LAST, _words(c)), kinds)
     if c.tie_word_embeddings:
         made.lm_head.weight = made.model.embed_tokens.weight
     return cast(nn.Module, made)

@@ -28,9 +28,8 @@ from torch import nn
 
 from shardmuon.foresight.counting import BucketCount
 from shardmuon.foresight.hardware import Hardware, Rates
-from shardmuon.foresight.job import Exact, count
+from shardmuon.foresight.job import Exact
 from shardmuon.plan.plan import Plan
-from shardmuon.price import clock
 from shardmuon.price.clock import BucketTimes, Course, Event
 from shardmuon.price.machines import MACHINES
 
@@ -54,7 +53,7 @@ class Time(NamedTuple):
 
     Attributes:
         lo: Least value.
-        mid: Middle value, which is the most likely one. It is the median if times were measured.
+        mid: Middle value, which is the most likely value, or the median of measured times.
         hi: Largest value.
     """
 
@@ -133,7 +132,7 @@ def plan(
     """
     hardware = gpu if isinstance(gpu, Hardware) else Hardware.load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    exact = count(
+    exact = Exact.of_job(
         model,
         mesh,
         engine=engine,
@@ -145,23 +144,6 @@ def plan(
         **options,
     )
     return Report(exact, hardware, Price.of(exact, hardware, tokens=tokens_per_step))
-
-
-def price_plan(plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
-    """Estimate the time of one optimizer step on a machine, from an existing plan. AdamW's time is not included,
-    because a plan does not contain AdamW's parameters.
-
-    Args:
-        plan: Plan of a live optimizer, or a plan made by hand.
-        gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
-        gpus_per_node: Number of ranks on a node, which fast links connect. Default: the number in the hardware file.
-
-    Raises:
-        ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
-    """
-    hardware = gpu if isinstance(gpu, Hardware) else Hardware.load(gpu)
-    per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    return Price.of(Exact.of_plan(plan, per_node), hardware)
 
 
 # ------------------------------------------------------------------------------------------------------------ the price
@@ -237,6 +219,24 @@ class Price:
             extrapolated=tuple(rates.extrapolated),
         )
 
+    @classmethod
+    def of_plan(cls, plan: Plan, gpu: str | Path | Hardware, *, gpus_per_node: int | None = None) -> Price:
+        """Estimate the time of an optimizer step from an existing plan. AdamW's time is not included, because a plan
+        does not contain AdamW's parameters.
+
+        Args:
+            plan: Plan of a live optimizer, or a plan made by hand.
+            gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+            gpus_per_node: Number of ranks on a node, which fast links connect. Default: the number in the hardware
+                file.
+
+        Raises:
+            ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
+        """
+        hardware = gpu if isinstance(gpu, Hardware) else Hardware.load(gpu)
+        per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
+        return cls.of(Exact.of_plan(plan, per_node), hardware)
+
     @property
     def reason(self) -> str:
         """Description of the main causes of the interval's width, at most two."""
@@ -298,7 +298,7 @@ class _Pricer:
         of ranks. If `stage` is given, only this pipeline stage is simulated, because stages do not exchange data."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
-        return clock.run(
+        return Course.simulate(
             [[times[number] for number in self._held[i]] for i in which],
             sum(float(seconds[pick[factor]]) for factor, seconds in self._first.items()),
             [float(self._adamw[i][pick["memory"]]) for i in which],
@@ -407,7 +407,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
 
 @dataclass(frozen=True)
 class Report:
-    """Report on the cost of Muon in a training job. Print it, or write it as an HTML page.
+    """Report on the cost of Muon in a training job, as text or as an HTML page.
 
     Attributes:
         exact: Counts of what each rank stores, sends and computes. All counts are exact except the memory that a step
@@ -439,7 +439,7 @@ class Report:
 
     def html(self) -> str:
         """Render the report as a self-contained HTML page. The page adapts to the browser's light or dark mode."""
-        from jinja2 import Environment  # installed with torch, which depends on it
+        from jinja2 import Environment  # torch depends on jinja2, so jinja2 is always installed
 
         page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -520,7 +520,7 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
-    num_nodes = -(-exact.world // mesh.gpus_per_node)  # rounded up: the last node can be partly filled
+    num_nodes = -(-exact.world // mesh.gpus_per_node)  # rounded up, because the last node can be partly filled
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
@@ -552,7 +552,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak  # an upper bound, because `peak` is an upper bound
+    need = largest.stored.total + largest.peak  # `need` is an upper bound, because `peak` is one
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > 0.9 * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)

@@ -1,38 +1,41 @@
 """DeepSpeed ZeRO: steps and checkpoints of a `Muon` that is passed to `deepspeed.initialize`.
 
-DeepSpeed steps *flats*: 1-D fp32 partitions, which can begin and end at any element of a matrix, and which can be
-swapped to files (NVMe offload). A separate optimizer core steps each flat that holds matrices. The parameters of the
-core are views of the flat. Momentum is as long as the flat and belongs to the state of the optimizer that DeepSpeed
-holds, so DeepSpeed finds, offloads and saves the momentum like the state of any other optimizer. Every private
-attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never imported.
+DeepSpeed steps *flat buffers*: 1-D fp32 partitions, which can begin and end at any element of a matrix, and which
+DeepSpeed can swap to files (NVMe offload). A separate optimizer core steps each flat buffer that contains matrices. The
+parameters of the core are views of the flat buffer. Momentum is as long as the flat buffer and belongs to the state of
+the optimizer that the user passed to DeepSpeed, so DeepSpeed finds, offloads and saves the momentum like the state of
+any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never
+imported.
 
 [Note: what DeepSpeed steps]
-    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
-    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flats are reduced,
-    unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with only this group, stage 3
-    calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it once. All ranks make the
-    same calls in the same order. The original parameters of the optimizer remain in the model. Their attributes tell
-    where their elements are stored:
-    stages 1 and 2, BF16   see [Note: where a parameter lies]
-    stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
-                           elements [r k, (r + 1) k) of each parameter, k = `partition_numel()`
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flat buffers*: this rank's 1-D fp32
+    partition of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flat buffers
+    are reduced, unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with only this
+    group, stage 3 calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it once. All
+    ranks make the same calls in the same order. The original parameters of the optimizer remain in the model. Their
+    attributes show where their elements are stored:
+    stages 1 and 2, BF16   see [Note: positions of parameters]
+    stage 3                `_z3_optimizer` with the sub-groups' parameters and flat buffers; rank r of
+                           `ds_process_group` stores elements [r k, (r + 1) k) of each parameter, with
+                           k = `partition_numel()`
     When the plan is made, each rank sends the positions of its elements to the other ranks. The elements of all ranks
     must cover every parameter exactly once. Before the first update, after loading state, and at audits, each rank
     compares its parts of the parameters with the model's weights.
 
-[Note: where a parameter lies]
-    At stages 1 and 2 and with the BF16 optimizer, the parameters of a group are views of one buffer, in an order that
-    DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts, and rank r
-    of `_dp_group` steps an fp32 copy of part r, the rank's flat. So the offset of a parameter in the buffer determines
-    which elements of the parameter a flat holds, and at which position. DeepSpeed's own record of these positions,
-    `_hp_mapping`, follows the order of the groups and is wrong with `round_robin_gradients` (0.19.8). So shardmuon only
-    checks that the attribute exists.
+[Note: positions of parameters]
+    At stages 1 and 2 and with the BF16 optimizer, the model's parameters of a group are views of one buffer, in an
+    order that DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts,
+    and rank r of `_dp_group` steps an fp32 copy of part r: the rank's flat buffer. So the offset of a parameter in the
+    model's buffer determines which elements of the parameter a rank's flat buffer contains, and at which position.
+    DeepSpeed's own record of these positions, `_hp_mapping`, follows the order of the groups and is wrong with
+    `round_robin_gradients` (0.19.8). So shardmuon only checks that the attribute exists.
 
 [Note: what is swapped]
     With NVMe offload of optimizer state at stage 3, DeepSpeed swaps a sub-group to files if a rank's part of the
-    sub-group has at least max(1 MiB, `aio.block_size`). The files hold the sub-group's weights, all state tensors that
-    are as long as its flat (except tensors with `swappable = False`), and gradients of at least this size. The flat and
-    its state tensors are empty except while the flat is stepped. Smaller sub-groups stay in memory.
+    sub-group has at least max(1 MiB, `aio.block_size`). The files contain the sub-group's weights, all state tensors
+    that are as long as its flat buffer (except tensors with `swappable = False`), and gradients of at least this size.
+    The flat buffer and its state tensors are empty except while the flat buffer is stepped. Smaller sub-groups stay in
+    memory.
 
 [Note: gradients that do not come back]
     DeepSpeed reads a swapped gradient by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O
@@ -43,14 +46,14 @@ attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never 
 
 [Note: one vote before the first call]
     DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks vote
-    that the options, momentum and partitions of every flat are valid, including AdamW's flats. After an error on a rank
-    in a later call, the optimizer refuses further steps, as after an error in any step, and ranks that wait for the
-    failed rank fail immediately.
+    that the options, momentum and partitions of every flat buffer are valid, including the flat buffers of AdamW's
+    parameters. After an error on a rank in a later call, the optimizer refuses further steps, as after an error in any
+    step, and ranks that wait for the failed rank fail immediately.
 
 [Note: names of state]
     DeepSpeed's universal checkpoints support only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of
-    a flat is stored as `exp_avg`. `exp_avg_sq` is a single zero that is expanded to the flat's shape, so it takes
-    almost no memory.
+    a flat buffer is stored as `exp_avg`. `exp_avg_sq` is a single zero that is expanded to the shape of the flat
+    buffer, so it takes almost no memory.
 
 [Note: what DeepSpeed loads]
     `engine.save_checkpoint` writes a rank's state in memory to a state file, and copies the rank's swap files. With
@@ -77,9 +80,9 @@ from torch.torch_version import TorchVersion
 
 from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Fault, current_world, run_together
-from shardmuon.errors import REMEDY, Refused, made_public
-from shardmuon.host import Host, Stepped, Weight, caller
-from shardmuon.layout.engines.base import Claim, Engine, Group
+from shardmuon.errors import ExchangeError, Refused
+from shardmuon.host import Host, Weight
+from shardmuon.layout.engines.base import Claim, Engine, Group, register
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER, Keeper
@@ -98,19 +101,19 @@ _PAGE = 4096  # size of a page in bytes; on every file system, direct I/O can re
 
 
 class _Flat(Core):
-    """Optimizer core that steps the matrices of one flat, a 1-D partition made by ZeRO. It uses the options of the
-    optimizer that DeepSpeed holds.
+    """Optimizer core that steps the matrices of one flat buffer, a 1-D partition made by ZeRO. The core uses the
+    options of the optimizer that the user passed to DeepSpeed.
 
     Attributes:
-        index: Index of the flat's optimizer group.
-        is_muon: True for a flat of matrices; False for a flat of AdamW's parameters, which is stepped as a whole.
-        swapped: True if DeepSpeed stores the flat in files (NVMe) between steps.
+        index: Index of the optimizer group to which the flat buffer belongs.
+        is_muon: True if Muon updates the flat buffer; False if AdamW updates the flat buffer, as a whole.
+        swapped: True if DeepSpeed stores the flat buffer in files (NVMe) between steps.
         parts: For each parameter: its name, this rank's slice, and the tensor that is stepped (a shard). The shard is
-            empty until `show` makes it a view of the flat.
+            empty until `show` makes it a view of the flat buffer.
     """
 
     def __init__(
-        self, core: Stepped, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
+        self, core: Any, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
     ) -> None:
         _refuse_swaps(flat, named)
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
@@ -131,23 +134,23 @@ class _Flat(Core):
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
-        """List the names of parameters whose part in the flat differs from the model's weights."""
+        """List the names of parameters whose part in the flat buffer differs from the model's weights."""
         return [name for name, part, _ in self.parts if part.numel and _differs_from_model(self.flat, part)]
 
     def show(self) -> None:
-        """Make the shards views of the flat, and their gradients views of the flat's gradient. Call this method before
-        each use of the shards, because DeepSpeed can move the flat and its gradient in memory."""
+        """Make the shards views of the flat buffer, and their gradients views of the flat buffer's gradient. Call this
+        method before each use of the shards, because DeepSpeed can move the flat buffer and its gradient in memory."""
         flat, grad = self.flat.detach(), self.flat.grad
         for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
-        """Move the variant's state of this flat's matrices (such as NorMuon's second moments) from `carried` to
+        """Move the variant's state of this flat buffer's matrices (such as NorMuon's second moments) from `carried` to
         `states`. Call this method after the momentum was loaded.
 
         Args:
-            group: Optimizer group of the flat.
+            group: Optimizer group of the flat buffer.
             carried: Parameter name -> state that a checkpoint contained.
 
         Raises:
@@ -159,9 +162,9 @@ class _Flat(Core):
                 state |= {key: v.to(self.flat.device, copy=True) for key, v in carried.pop(name, {}).items()}
 
 
-class DeepSpeedHost(Host):
-    """Integration with DeepSpeed's engine. It becomes active when DeepSpeed replaces the parameters in the optimizer's
-    groups by its flat partitions.
+class _DeepSpeedHost(Host):
+    """Integration with DeepSpeed's engine, which is active once DeepSpeed has replaced the parameters in the
+    optimizer's groups by flat buffers.
 
     Attributes:
         groups: For each optimizer group: the group, and the (name, parameter) pairs that it contained originally.
@@ -169,15 +172,16 @@ class DeepSpeedHost(Host):
 
     in_parts = True
     packages = ("deepspeed",)
+    marks = ("_z3_optimizer", "_hp_mapping")
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
         self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
-        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flats
-        self._unchecked = True  # True if the next step must compare the flats with the model's weights
+        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flat buffers
+        self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
         self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
-        self._num_stepped = 0  # number of flats stepped in this training step
+        self._num_stepped = 0  # number of flat buffers stepped in this training step
 
     @property
     def _params(self) -> list[Tensor]:
@@ -187,18 +191,19 @@ class DeepSpeedHost(Host):
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Remember a group's parameters before DeepSpeed replaces them by flat partitions."""
+        """Store a group's parameters before DeepSpeed replaces them by flat buffers."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
-    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
-        super().take_over(core, state_dict)
+    def _take_over(self, core: Any, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict as torch does, and reset all attributes that depend on the old groups and state."""
+        super().load(core, state_dict)
         self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
         self._options = [_options(group) for group in core.param_groups]
         self._unchecked, self._num_stepped = True, 0
         self._carried, self._flats = {}, {}
 
-    def restore_groups(self, core: Stepped) -> None:
+    def restore_groups(self, core: Any) -> None:
         """Restore the groups to the state that they have between steps. DeepSpeed itself restores them only after a
         successful step."""
         core.param_groups = [group for group, _ in self.groups]
@@ -206,7 +211,7 @@ class DeepSpeedHost(Host):
             for group in core.param_groups:
                 group["params"] = []
 
-    def _restore_options(self, core: Stepped) -> None:
+    def _restore_options(self, core: Any) -> None:
         """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and move the variant's state
         (such as NorMuon's), which was saved in the groups, to this object.
 
@@ -222,65 +227,60 @@ class DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # the options are those of another group
+            if group.setdefault("param_names", names) != names:  # DeepSpeed has assigned another group's options
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
 
-    def load(self, core: Stepped, load: Callable[[], None]) -> None:
-        """Run `load`, which loads a state dict.
+    def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict.
 
-        If DeepSpeed's or this module's `load_checkpoint` is the caller, all ranks run `load` together, and an error on
-        one rank is raised on all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
+        If DeepSpeed's or this module's `load_checkpoint` is the caller, all ranks load together, and an error on one
+        rank is raised on all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
         afterwards. With any other caller, and with `pipeline_loading_checkpoint`, which makes ranks load one after
-        another, an error is raised only on the rank where it occurs.
+        another, an error is raised only on the rank where the error occurs.
         """
-        frame = caller("load_checkpoint", "deepspeed", __name__)
+        frame = self.caller("load_checkpoint", "deepspeed", __name__)
         engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
         alone = engine is None or engine._config.zero_config.pipeline_loading_checkpoint
         try:
-            run_together(load, (my_rank(),) if alone else None)
+            run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            if not alone:  # other ranks can have new state, and all have new weights
-                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+            if not alone:  # other ranks can have loaded new state, and all ranks have loaded new weights
+                core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
 
-    def saving(self, core: Stepped) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
+        """Correct the options of the saved groups, and put the variant's state, such as NorMuon's second moments, into
+        the first saved group. DeepSpeed cannot save the variant's state as optimizer state, because state tensors must
+        be as long as a flat buffer."""
         if self.is_active:
             self._restore_options(core)
-
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Put the variant's state, such as NorMuon's second moments, into the saved groups. DeepSpeed cannot save it as
-        state, because state tensors must be as long as a flat."""
-        if self.is_active:
+            pairs = zip(core.param_groups, saved["param_groups"], strict=True)
+            saved["param_groups"] = [{**_options(group), "params": packed["params"]} for group, packed in pairs]
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # Put the state of all groups into the first group: stage 3 loads only this group of a universal checkpoint.
+            # The first group gets the state of all groups: stage 3 loads only this group of a universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
 
     @property
     def is_active(self) -> bool:
-        """True if DeepSpeed has replaced the parameters in the groups by its flat partitions."""
-        return self.clips(self._params) is not None
+        """True if DeepSpeed has replaced the parameters in the groups by flat buffers."""
+        return any(hasattr(p, mark) for p in self._params for mark in self.marks)
 
-    @classmethod
-    def clips(cls, params: Iterable[Any]) -> str | None:
-        cut = any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
-        return cls.clipping if cut else None
-
-    def plans(self, core: Stepped) -> tuple[Plan, ...]:
-        """Return the plans of all flats that have been stepped so far."""
+    def plans(self, core: Any) -> tuple[Plan, ...]:
+        """Return the plans of all flat buffers that have been stepped so far."""
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
-    def weights(self, core: Stepped) -> list[Weight]:
-        """List this rank's parts of parameters in all flats, including AdamW's flats.
+    def weights(self, core: Any) -> list[Weight]:
+        """List this rank's parts of parameters in all flat buffers, including AdamW's flat buffers.
 
         Raises:
-            ValueError: A flat is swapped to files, so its weights are not in memory.
+            ValueError: A flat buffer is swapped to files, so its weights are not in memory.
         """
         if not self._flats:
             self._attach(core)
@@ -297,18 +297,18 @@ class DeepSpeedHost(Host):
             found += [Weight(name, part.param, shard, group, now) for name, part, shard in known.parts]
         return found
 
-    def has_stepped_all(self, core: Stepped) -> bool:
+    def has_stepped_all(self, core: Any) -> bool:
         return self._num_stepped >= len(self._flats)
 
     # ------------------------------------------------------------------------------------------------------- a step
 
-    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
-        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. With
-        this stage, DeepSpeed first calls `step` from a function that only creates state, so the caller identifies
-        it."""
-        return _refuse_copies if caller("initialize_optimizer_states", "deepspeed") is not None else None
+    def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
+        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. At
+        this stage, DeepSpeed calls `step` for the first time from `initialize_optimizer_states`, a function that only
+        creates state."""
+        return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
-    def step(self, core: Stepped, fault: Fault) -> None:
+    def step(self, core: Any, fault: Fault) -> None:
         """Take one of the calls of `step()` in a training step, for the groups that DeepSpeed put into
         `core.param_groups`."""
         try:
@@ -325,30 +325,30 @@ class DeepSpeedHost(Host):
         except BaseException as error:
             self.restore_groups(core)
             if isinstance(error, Refused) and self._num_stepped:
-                core.broken = f"{error}. Other groups had been updated already. {REMEDY}"
+                core.broken = f"{error}. Other groups had been updated already. {ExchangeError.REMEDY}"
             self._num_stepped = 0
             raise
 
-    def _begin(self, core: Stepped, fault: Fault) -> None:
-        """Check all flats of this rank before the first update of a training step, and raise the first error. Weights
-        are not changed."""
+    def _begin(self, core: Any, fault: Fault) -> None:
+        """Check all flat buffers of this rank before the first update of a training step, and raise the first error.
+        Weights are not changed."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         if getattr(_zero3_of(self._params), "swap_optimizer", False):
-            _refuse_loaded(caller("_take_model_step", "deepspeed"))
+            _refuse_loaded(self.caller("_take_model_step", "deepspeed"))
         self._restore_options(core)
         for index, (group, _) in enumerate(self.groups):
             check_hyperparameters(f"group {index}: ", group)
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # swapped flats get their state only when they are stepped
-                self._state(core, known)
+            if not known.swapped:  # the state of a swapped flat buffer is made when the flat buffer is stepped
+                self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
-        # Swapped flats that this call does not step are not compared with the model, because DeepSpeed can still be
-        # reading them from files (`pipeline_read`).
+        # Swapped flat buffers that this call does not step are not compared with the model, because DeepSpeed can still
+        # be reading them from files (`pipeline_read`).
         here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
         wrong = [name for known in here for name in known.unlike_model()] if self._unchecked else []
         if wrong:
@@ -364,43 +364,40 @@ class DeepSpeedHost(Host):
                 "replaced it. Make the optimizer from the groups as they are and initialize again"
             )
 
-    def _attach(self, core: Stepped) -> None:
-        """Make a `_Flat` for every flat partition, after checking DeepSpeed's version and options."""
+    def _attach(self, core: Any) -> None:
+        """Make a `_Flat` for every flat buffer, after checking DeepSpeed's version and options."""
         _check_version()
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        if zero3 is not None:  # at stage 3, the groups contain a flat only while it is stepped
+        if zero3 is not None:  # at stage 3, a group contains its flat buffers only during their step
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
 
-    def _state(self, core: Stepped, known: _Flat) -> dict[str, Any]:
-        """Return the state of a flat. State that is missing is created as zeros. All state must exist when the first
-        flat has been stepped, because DeepSpeed looks for state only at that time.
+    def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
+        """Create the missing state of a flat buffer, as zeros. All state must exist when the first flat buffer has been
+        stepped, because DeepSpeed looks for state only at that time.
 
         Raises:
-            ValueError: The loaded momentum does not have the shape of the flat.
+            ValueError: The loaded momentum does not have the shape of the flat buffer.
         """
         flat = known.flat
-        state: dict[str, Any] = core.state[flat]
         if not known.is_muon:
-            init_state(flat, flat, state)
-            return state
-        if "exp_avg" not in state:
+            init_state(flat, state)
+        elif "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
             if not known.swapped:  # DeepSpeed would write the expanded tensor to a file at full size
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
-        if state["exp_avg"].shape != flat.shape:
+        elif state["exp_avg"].shape != flat.shape:
             raise ValueError(
                 f"the momentum of a ZeRO partition has shape {tuple(state['exp_avg'].shape)}, the partition "
                 f"{tuple(flat.shape)}: load a checkpoint of this number of ranks and these groups, or a universal one"
             )
-        return state
 
-    def _step_flats(self, core: Stepped) -> None:
-        """Step the flats that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat, the error
-        reaches the other ranks in the vote of the flat's core."""
+    def _step_flats(self, core: Any) -> None:
+        """Step the flat buffers that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat
+        buffer, the error reaches the other ranks in the vote of the `_Flat` that steps this flat buffer."""
         for group in core.param_groups:
             for flat in group["params"]:
                 known = self._flats[id(flat)]
@@ -409,7 +406,8 @@ class DeepSpeedHost(Host):
                     with fault:
                         known.param_groups[0].update(_options(group) | {"param_names": known.param_names})
                         known.show()
-                        momentum = self._state(core, known)["exp_avg"]
+                        self._complete_state(core.state[flat], known)
+                        momentum = core.state[flat]["exp_avg"]
                         for _, part, shard in known.parts:
                             known.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
                     known.take_step(fault)
@@ -417,18 +415,21 @@ class DeepSpeedHost(Host):
                 self._num_stepped += 1
 
 
+_DeepSpeedHost.register()
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
 class _Slice(NamedTuple):
-    """Part of one parameter in this rank's flat, the 1-D partition that DeepSpeed steps.
+    """Part of one parameter in this rank's flat buffer, the 1-D partition that DeepSpeed steps.
 
     Attributes:
         param: The model's parameter.
         start: Index of the first element in the flattened parameter.
-        numel: Number of elements; 0 if the flat holds no element of the parameter.
-        offset: Index of the first element in the flat.
+        numel: Number of elements; 0 if the flat buffer holds no element of the parameter.
+        offset: Index of the first element in the flat buffer.
     """
 
     param: Tensor
@@ -438,7 +439,7 @@ class _Slice(NamedTuple):
 
 
 def _shape_of(param: Tensor) -> Ints:
-    """Return the full shape of a parameter, even while ZeRO 3 has replaced its data by a placeholder."""
+    """Return the full shape of a parameter, even while ZeRO 3 has replaced the parameter's data by a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -446,18 +447,18 @@ def _shape_of(param: Tensor) -> Ints:
 
 
 def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, the 1-D partition that DeepSpeed steps on this rank.
+    """Find the slices of parameters in a flat buffer, the 1-D partition that DeepSpeed steps on this rank.
 
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
         params: Model parameters that the group contained originally.
 
     Returns:
-        This rank's slices of all trainable parameters in the flat's group or sub-group, and the process group over
-        which these parameters are partitioned. Slices are in the same order on all ranks; some can be empty.
+        This rank's slices of all trainable parameters in the group or sub-group of the flat buffer, and the process
+        group over which these parameters are partitioned. Slices are in the same order on all ranks; some can be empty.
 
     Raises:
-        ValueError: The tensor is not a flat of these parameters, or DeepSpeed partitions in a way that is not
+        ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
             supported.
     """
     zero3 = _zero3_of(params)
@@ -493,8 +494,8 @@ def _check_version() -> None:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat, and the process group of the parameters, at stages 1 and 2 and with the
-    BF16 optimizer. See [Note: where a parameter lies]."""
+    """Find the slices of parameters in a flat buffer, and the process group of the parameters, at stages 1 and 2 and
+    with the BF16 optimizer. See [Note: positions of parameters]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
@@ -511,11 +512,11 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
     group = members[0]._dp_group
-    first = group_ranks(group).index(my_rank()) * flat.numel()  # first element of the buffer in this rank's flat
+    first = group_ranks(group).index(my_rank()) * flat.numel()  # offset of this rank's part in the model's buffer
     begin = min(p.storage_offset() for p in members)
     slices = []
     for p in members:
-        place = p.storage_offset() - begin  # first element of the parameter in the buffer
+        place = p.storage_offset() - begin  # offset of the parameter in the model's buffer
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(_Slice(p, start - place, stop - start, start - first) if start < stop else _Slice(p, 0, 0, 0))
     return slices, group
@@ -556,7 +557,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
 
 def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
     """Return True if a slice of DeepSpeed's fp32 weights, rounded to the model's dtype, differs from the model's
-    weights. Returns False if the two cannot be compared, because the flat or the model's weights are not in memory."""
+    weights. Return False if the two cannot be compared, because the flat buffer or the model's weights are not in
+    memory."""
     param: Any = part.param
     if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
@@ -590,9 +592,10 @@ def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Se
     """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
-            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights "
-            "itself, as its config says (fp32, or bf16_master_weights_and_grads). Leave these options out; use "
-            "offload_optimizer in its config"
+            f"momentum_dtype={keeper.dtype} stochastic_rounding={keeper.rounds_weights} "
+            f"momentum_device={keeper.device!r}: DeepSpeed keeps and offloads state and weights itself, as its config "
+            "says (fp32, or bf16_master_weights_and_grads). Leave these options out; use offload_optimizer in its "
+            "config"
         )
     for index, (group, named) in enumerate(groups):
         if group["use_muon"] and group.get("tp_group") is not None:
@@ -613,13 +616,13 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
-    the parameter's slice of the flat."""
+    the parameter's slice of the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads the flat
+    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 
-class DeepSpeedEngine(Engine):
+class _DeepSpeedEngine(Engine):
     """Engine that raises an error for model parameters that ZeRO 3 has partitioned. Only DeepSpeed's optimizer can step
     such parameters."""
 
@@ -636,6 +639,9 @@ class DeepSpeedEngine(Engine):
         )
 
 
+register(_DeepSpeedEngine())
+
+
 # ------------------------------------------------------------------------------------------------------ swap files
 
 
@@ -645,7 +651,8 @@ def _zero3_of(params: Iterable[Tensor]) -> Any:
 
 
 def _swapped_numel(flat: Tensor, zero3: Any) -> int:
-    """Return the number of elements of a flat if DeepSpeed swaps it to files; 0 for a flat that stays in memory."""
+    """Return the number of elements of a flat buffer that DeepSpeed swaps to files; 0 if the flat buffer stays in
+    memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
     number = _number_of(flat, zero3)
@@ -653,17 +660,17 @@ def _swapped_numel(flat: Tensor, zero3: Any) -> int:
 
 
 def _number_of(flat: Tensor, zero3: Any) -> int:
-    """Find the index of the stage-3 sub-group to which a flat belongs."""
+    """Find the index of the stage-3 sub-group to which a flat buffer belongs."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
 def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
-    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat's sub-group to a memory address that
-    direct I/O does not support on all file systems. See [Note: gradients that do not come back].
+    """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group to a memory address
+    that direct I/O does not support on all file systems. See [Note: gradients that do not come back].
 
     Args:
         flat: Partition that DeepSpeed steps.
-        named: (name, parameter) pairs of the flat's optimizer group.
+        named: (name, parameter) pairs of the flat buffer's optimizer group.
     """
     zero3 = _zero3_of(p for _, p in named)
     if not _swapped_numel(flat, zero3):
@@ -721,7 +728,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
             further steps raise errors.
     """
     zero3 = engine.optimizer
-    with made_public():
+    with Refused.made_public():
         if not getattr(zero3, "swap_optimizer", False):
             return engine.load_checkpoint(str(load_dir), tag, **options)  # type: ignore[no-any-return]
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
@@ -767,7 +774,7 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # swapped tensors were saved empty; zeros take their place
+    for number, numel in enumerate(swapped):  # DeepSpeed saves swapped tensors empty, but loads only full-size ones
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

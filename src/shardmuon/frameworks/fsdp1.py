@@ -1,10 +1,10 @@
-"""Save the optimizer state of FSDP1's parameters in a form that `FSDP.optim_state_dict` can gather.
+"""FSDP1: state dicts in a form that `FSDP.optim_state_dict` can gather.
 
-[Note: alike in a unit]
-    A unit is a module that FSDP1 wraps. FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) of a unit
-    as one tensor that is as long as the unit's flat parameter. So every parameter of the unit needs every kind of
-    state, in one dtype. But Muon stores other kinds for matrices than for AdamW's parameters. Kinds that a parameter
-    lacks are therefore saved as zeros, and dropped on loading.
+[Note: state of a unit]
+    A unit is a module that FSDP1 wraps. For each state key (`momentum_buffer`, `exp_avg`, ..), FSDP1 gathers the state
+    tensors of all parameters of a unit as one tensor that is as long as the unit's flat parameter. So every parameter
+    of the unit needs every state key, in one dtype. But Muon's state keys for matrices differ from those for AdamW's
+    parameters. Keys that a parameter lacks are therefore saved as zeros, and dropped on loading.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.host import Host, Stepped
+from shardmuon.host import Host
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 from shardmuon.step.kept import carry_by_position
 
 
-class FSDP1Host(Host):
-    """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
+class _FSDP1Host(Host):
+    """Host that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
 
     packages = ()
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
-        """Add zeros for missing kinds of state. All parameters of an FSDP1 unit then have the same kinds of state in
-        the same dtype, see [Note: alike in a unit]."""
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
+        """Add zeros for missing state keys. All parameters of an FSDP1 unit then have the same state keys and state of
+        one dtype, see [Note: state of a unit]."""
         state = saved["state"]
         units: dict[Any, list[tuple[int, Tensor]]] = {}
         for group, packed in zip(core.param_groups, saved["param_groups"], strict=True):
             for param, key in zip(group["params"], packed["params"], strict=True):
-                place = _sharded(param) if key in state else None
-                if place is not None:
+                place = UnitPlace.of(param) if key in state else None
+                if place is not None and place.is_sharded:
                     units.setdefault(place.unit, []).append((key, param))
         for members in units.values():
             kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
@@ -45,11 +45,8 @@ class FSDP1Host(Host):
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
                 state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
-        # Save the variants' state per matrix in the groups: FSDP1 saves only state that is as long as the parameter.
-        carry_by_position(core.param_groups, saved, lambda param: _sharded(param) is not None)
+        if units:  # FSDP1 saves only state that is as long as the parameter, so the groups carry the variants' state
+            carry_by_position(saved)
 
 
-def _sharded(param: Tensor) -> UnitPlace | None:
-    """Return the location of a parameter in its FSDP1 unit; None if FSDP1 does not shard the parameter."""
-    place = UnitPlace.of(param)
-    return place if place is not None and place.is_sharded else None
+_FSDP1Host.register()

@@ -1,6 +1,6 @@
 """Megatron-core: a `get_megatron_optimizer` that makes shardmuon's optimizer for Megatron's own training loop.
 
-Megatron still handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all
+Megatron handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all
 parallel groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the
 step: it distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As
 in Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
@@ -24,7 +24,7 @@ This module works with megatron-core 0.19 (docs/megatron.md lists the exact vers
     when it is read. There is one step count. It is stored as the option ``step`` of every group, and in the state of
     every parameter.
 
-[Note: what stages keep here]
+[Note: state of variants]
     `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of the tensor's
     parameter, and fails for a tensor that does not have the parameter's shape. This is the case for an optimizer
     variant's state per matrix (such as NorMuon's), which is equal on all ranks that share the matrix, even if a rank's
@@ -48,15 +48,15 @@ from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef, group_ranks, num_ranks
 from shardmuon.comm.vote import Fault, gather, run_together
-from shardmuon.errors import about, made_public
-from shardmuon.host import Host, Stepped, Weight, caller
+from shardmuon.errors import Refused, about
+from shardmuon.host import Host, Weight
 from shardmuon.layout.engines.flat import FlatShard
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.options import MuonConfig, loaded_over
-from shardmuon.routing.groups import Overrides, Rule, param_groups, parse_overrides
-from shardmuon.routing.roles import find_places
+from shardmuon.routing.groups import Overrides, Rule, param_groups
+from shardmuon.routing.roles import Placed
 from shardmuon.step.kept import carry, carry_by_position, check_carried, take_carried
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -101,14 +101,14 @@ def get_megatron_optimizer(
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
     with fault:  # record errors of this rank, because `_aligned` raises them on all ranks
-        given = parse_overrides(overrides)
+        given = Rule.parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
             here = _matching(chunk, given)
             matched.update(here)
-            rules = [*(given[i] for i in here), *parse_overrides(_qkv(config, chunk))]
+            rules = [*(given[i] for i in here), *Rule.parse(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
-    with made_public():
+    with Refused.made_public():
         merged = _aligned(listed, fault, given, matched)
     shared = None
     if distributed:
@@ -225,8 +225,8 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     """Make overrides that split Megatron's fused attention projections into separate matrices. For each query group, a
-    projection stores rows of q, k and v, with gated attention also the rows of the gates. So it is split into three
-    matrices, or into four with gated attention."""
+    projection stores rows of q, k and v, with gated attention also the rows of the gates. So the projection is split
+    into three matrices, or into four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -246,7 +246,7 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
     """Return the indices of the overrides that match a parameter of the given model chunk. An override that matches no
     parameter here can match one on another pipeline stage."""
-    found = find_places(chunk)
+    found = Placed.all_in(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
@@ -261,7 +261,7 @@ def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[
     place = {"tp_group": () if tp_group is None else tp_group}
     made = [
         rule._replace(pattern=partial(fits, rule=rule), options={**rule.options, **place})
-        for rule in (*rules, *parse_overrides({"*": {}}))
+        for rule in (*rules, *Rule.parse({"*": {}}))
     ]
     return [made[i] for i in _matching(chunk, made)]
 
@@ -284,14 +284,14 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # other defaults would differ by stage
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # Muon's own default can differ between pipeline stages
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # groups must be equal on all ranks, so `Muon` gets the group itself
+        group.pop("tp_group", None)  # groups must be equal on all ranks; `Muon` gets the process group
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -305,8 +305,8 @@ def _routed(
             "default_config": lr == config.lr,
         }
         for expert in (False, True):
-            named = dict(zip(group["param_names"], group["params"], strict=True))
-            named = {name: p for name, p in named.items() if _is_expert(p) == expert}
+            pairs = zip(group["param_names"], group["params"], strict=True)
+            named = {name: p for name, p in pairs if _is_expert(p) == expert}
             if named:
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
@@ -393,7 +393,7 @@ def _wrapped(
         muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        param.requires_grad_(True)  # otherwise Megatron's fp32 main weights would count as frozen
+        param.requires_grad_(True)  # Megatron's fp32 main weights do not require gradients, like frozen parameters
         if tp_group is None:
             param.tensor_model_parallel = False  # Megatron's layers set True even without tensor parallelism
     return wrapped
@@ -425,12 +425,12 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
 
 
 class _WholeHost(Host):
-    """Integration with Megatron's wrappers in which every replica has all main weights. It saves a variant's state per
-    matrix in the groups.
+    """Integration with Megatron's wrappers in which every replica has all main weights. A variant's state per matrix is
+    saved in the groups.
 
     Args:
-        elsewhere: True if some ranks have other parameters than rank 0. Because `sharded_state_dict` saves only the
-            groups of rank 0, it then raises ValueError if the variant has state.
+        elsewhere: True if some ranks have other parameters than rank 0. Because Megatron's `sharded_state_dict` saves
+            only the groups of rank 0, saving then raises ValueError if the variant has state.
     """
 
     packages = ()
@@ -438,15 +438,15 @@ class _WholeHost(Host):
     def __init__(self, elsewhere: bool) -> None:
         self._elsewhere = elsewhere
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         keys = sorted({key for state in saved["state"].values() for key in state if key in KEPT_KEYS})
-        if keys and self._elsewhere and caller("sharded_state_dict", "megatron") is not None:
+        if keys and self._elsewhere and self.caller("sharded_state_dict", "megatron") is not None:
             raise ValueError(
                 f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
                 "0 alone, and with pipeline or expert parallelism other ranks have parameters of their own. Save "
                 "optimizer.state_dict() on every model-parallel rank (--ckpt-format torch), or leave the variant out"
             )
-        carry_by_position(core.param_groups, saved)
+        carry_by_position(saved)
 
 
 class _Unfinished(Host):
@@ -469,7 +469,7 @@ class _ShardHost(_Unfinished):
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
-    def __init__(self, core: Stepped, shards: Mapping[Tensor, Tensor]) -> None:
+    def __init__(self, core: Any, shards: Mapping[Tensor, Tensor]) -> None:
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
@@ -479,17 +479,13 @@ class _ShardHost(_Unfinished):
             for name in names:
                 group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
                 seen[name] += 1
-        # Loading a checkpoint overwrites these options or drops them: it contains the values of the rank that wrote it,
-        # or no values.
-        own = ("tp_group", "process_group", "param_names")
-        self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._restore(core)
 
-    def take_over(self, core: Stepped, state_dict: Mapping[str, Any]) -> None:
+    def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict as torch does. In addition, load the variant's state per matrix, which is saved in the
         state dict's groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
-        super().take_over(core, state_dict)
+        super().load(core, state_dict)
         for weight in self.weights(core):  # remove old values, because Megatron loads into existing state
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
@@ -498,8 +494,8 @@ class _ShardHost(_Unfinished):
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
-    def _checked(self, core: Stepped, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict. Returns the variant's state per matrix, by parameter name, and the step
+    def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
+        """Check the groups of a state dict. Return the variant's state per matrix, by parameter name, and the step
         count.
 
         Raises:
@@ -516,11 +512,9 @@ class _ShardHost(_Unfinished):
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         return kept, max(counts, default=self._count)
 
-    def _restore(self, core: Stepped) -> None:
-        """Restore this rank's own options and give each parameter a separate step counter, after Megatron has loaded
-        groups and state. In the loaded state, all parameters share one counter, or no parameter has a counter."""
-        for group, own in zip(core.param_groups, self._own_options, strict=True):
-            group.update(own)
+    def _restore(self, core: Any) -> None:
+        """Create missing state and give each parameter a separate step counter, after Megatron has loaded groups and
+        state. In the loaded state, all parameters share one counter, or no parameter has a counter."""
         take_carried(core.param_groups)
         core.complete_state()
         for group in core.param_groups:
@@ -528,12 +522,12 @@ class _ShardHost(_Unfinished):
             for param in group["params"]:
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
-    def saved(self, core: Stepped, saved: dict[str, Any]) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Put the variant's state per matrix into the first saved group, by parameter name. Megatron's checkpoints
-        cannot save it as state, because they save only Adam's kinds of state."""
+        cannot save the variant's state as optimizer state, because they save only the state keys of Adam."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
-    def step(self, core: Stepped, fault: Fault) -> None:
+    def step(self, core: Any, fault: Fault) -> None:
         core.take_step(fault)
         self._count += 1
         for weight in self.weights(core):
@@ -541,7 +535,7 @@ class _ShardHost(_Unfinished):
         for group in core.param_groups:
             group["step"] = self._count
 
-    def weights(self, core: Stepped) -> list[Weight]:
+    def weights(self, core: Any) -> list[Weight]:
         """List the shards of all matrices. AdamW's parameters are left out."""
         return [
             Weight(name, shard, shard, group)
@@ -553,8 +547,8 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. The attribute `shardmuon` is the integration
-        that holds the optimizer's shards."""
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. The attribute `shardmuon` is the host that
+        stores the optimizer's shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -613,7 +607,7 @@ def _distributed_optimizer(
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
     shards: dict[Tensor, Tensor] = dict(zip(whole, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # otherwise shards would count as frozen
+        part.requires_grad_(True)  # Megatron's shards do not require gradients, like frozen parameters
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
         if group["use_muon"]:  # AdamW's groups keep Megatron's shards
             group["params"] = []
@@ -621,7 +615,7 @@ def _distributed_optimizer(
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but sets none here
+                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but does not set this one
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order
@@ -636,10 +630,9 @@ def _flat_shard(param: Tensor, start: int, process_group: Any, tp_group: Any) ->
     Raises:
         ValueError: The parameter's tensor-parallel attributes (`partition_dim`, `partition_stride`) are invalid.
     """
-    shards = GroupRef.of(tp_group, "tp_group")
-    cut = None if shards is None else TensorParallelEngine(shards).cut(param)
-    shape = list(param.shape)
-    if cut is not None and shards is not None:
-        shape[cut.dim] *= len(shards.ranks)
-    whose = "shards of Megatron's distributed optimizer"
-    return FlatShard(tuple(shape), start, GroupRef.of(process_group), whose, shards, cut)
+    shards, shape, cut = GroupRef.of(tp_group, "tp_group"), tuple(param.shape), None
+    if shards is not None:
+        engine = TensorParallelEngine(shards)
+        shape, cut = engine.shape(param), engine.cut(param)
+    kind = "shards of Megatron's distributed optimizer"
+    return FlatShard(shape, start, GroupRef.of(process_group), kind, shards, cut)

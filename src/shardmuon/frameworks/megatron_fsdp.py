@@ -28,9 +28,9 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.host import Host, Stepped, caller
-from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored
-from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
+from shardmuon.host import Host
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, register
+from shardmuon.layout.engines.dtensor import DTensorEngine
 from shardmuon.layout.mesh import Cut
 
 if TYPE_CHECKING:
@@ -39,7 +39,53 @@ if TYPE_CHECKING:
 _PACKAGES = ("megatron_fsdp", "megatron")
 
 
-class MegatronFSDPCopy(Engine):
+class _MegatronFSDPEngine(DTensorEngine):
+    """Engine for Megatron-FSDP's parameters. The attributes of a parameter, not its placements, give the position of
+    the local tensor in the parameter, see [Note: Megatron-FSDP's storage]."""
+
+    believes_placements = False
+
+    def recognizes(self, param: Tensor) -> bool:
+        if not is_dtensor(param):
+            return False
+        # These checks run for every DTensor in every step, so they must be cheap.
+        return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
+
+    def claim(self, param: Any, group: Group) -> Claim:
+        mesh = param.device_mesh
+        cut, num_parts, part, row = _place_of(param)
+        shape, local = tuple(param.shape), tuple(self.storage(param).shape)
+        rows = range(row, row + local[0])
+        held, stored = cut.rows_of_part(shape, part, num_parts, rows)
+        if local != stored:
+            raise ValueError(f"rank {my_rank()} stores shape {local} of rows {rows} of it, which should be {stored}")
+        form = shape, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), cut, num_parts
+        text = f"Megatron-FSDP's {self.placed(param)}, along dim {cut.dim} with stride {cut.stride}"
+        return Claim(form, text, Extent(local, held), True, _uncounted(param))
+
+    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
+        return Engine.stored(self, form, extents, grid)
+
+    def is_aligned(self, grad: Tensor, param: Any) -> bool:
+        if not super().is_aligned(grad, param):
+            raise ValueError(
+                f"its gradient is placed {self.placed(cast(Any, grad))}, the parameter {self.placed(param)}, and "
+                "Megatron-FSDP's storage cannot be redistributed by placements. Finish the gradient reduction first "
+                "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
+            )
+        return True
+
+    def lacks_gradient(self, param: Tensor) -> bool:
+        """Return True if this rank stores no element of the parameter. A gradient cannot be missing for any other
+        reason, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
+        return self.storage(param).numel() == 0
+
+
+_ENGINE = _MegatronFSDPEngine()
+register(_ENGINE)
+
+
+class _MegatronFSDPCopy(Engine):
     """Engine that raises an error for two kinds of parameters: the unsharded copies that Megatron-FSDP uses in the
     forward and backward pass, and the parameters of Megatron-FSDP's version 2."""
 
@@ -55,48 +101,7 @@ class MegatronFSDPCopy(Engine):
         )
 
 
-class MegatronFSDPEngine(DTensorEngine):
-    """Engine for Megatron-FSDP's parameters. The attributes of a parameter, not its placements, give the position of
-    the local tensor in the parameter, see [Note: Megatron-FSDP's storage]."""
-
-    believes_placements = False
-
-    def recognizes(self, param: Tensor) -> bool:
-        if not is_dtensor(param):
-            return False
-        # These checks run for every DTensor in every step, so they must be cheap.
-        return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
-
-    def claim(self, param: Any, group: Group) -> Claim:
-        mesh, ranks = mesh_key(param.device_mesh)
-        cut, num_parts, part, row = _place_of(param)
-        shape, local = tuple(param.shape), tuple(self.storage(param).shape)
-        rows = range(row, row + local[0])
-        held, stored = cut.rows_of_part(shape, part, num_parts, rows)
-        if local != stored:
-            raise ValueError(f"rank {my_rank()} stores shape {local} of rows {rows} of it, which should be {stored}")
-        text = f"Megatron-FSDP's {placed(param)}, along dim {cut.dim} with stride {cut.stride}"
-        return Claim((shape, mesh, ranks, cut, num_parts), text, Extent(local, held), True, _uncounted(param))
-
-    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        return form[0], {rank: extent.held for rank, extent in extents.items()}
-
-    def is_aligned(self, grad: Tensor, param: Any) -> bool:
-        if not super().is_aligned(grad, param):
-            raise ValueError(
-                f"its gradient is placed {placed(cast(Any, grad))}, the parameter {placed(param)}, and Megatron-FSDP's "
-                "storage cannot be redistributed by placements. Finish the gradient reduction first "
-                "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
-            )
-        return True
-
-    def lacks_gradient(self, param: Tensor) -> bool:
-        """Return True if this rank stores no element of the parameter. A gradient cannot be missing for any other
-        reason, because Megatron-FSDP sets the gradients of all parameters of a model at once."""
-        return self.storage(param).numel() == 0
-
-
-_ENGINE = MegatronFSDPEngine()
+register(_MegatronFSDPCopy())  # tried before `_ENGINE`, because version 2 has DTensors
 
 
 # ---------------------------------------------------------------------------------------------- position of storage
@@ -122,8 +127,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
         is_shard = isinstance(placement, Shard) and not isinstance(placement, strided_shard())
         if not is_shard or (placement.dim % param.ndim and not is_parallel):
             raise ValueError(
-                f"it is placed {placed(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor parallelism "
-                "by Shard"
+                f"it is placed {DTensorEngine.placed(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor "
+                "parallelism by Shard"
             )
         if is_parallel:
             cut = Cut(placement.dim % param.ndim, int(getattr(param, "partition_stride", 1) or 1))
@@ -134,8 +139,8 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
 
 
 def _first_row(param: Any) -> int:
-    """Return the index of the first row of the tensor-parallel shard that this rank stores. It is computed from the
-    parameter's attribute `megatron_fsdp_slice`."""
+    """Compute the index of the first row of the tensor-parallel shard that this rank stores, from the parameter's
+    attribute `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
         return 0
@@ -155,8 +160,8 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 def _uncounted(param: Any) -> str | None:
     """Return the reason, for an error message, why a gradient norm over all ranks would count a parameter several
-    times: the parameter's mesh lacks some of the ranks that store the parameter. Returns None if the mesh lists all of
-        them."""
+    times: the parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh lists all of
+    these ranks."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -182,7 +187,7 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # does not use `storage`: a reference cycle
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # `storage` here would make a reference cycle
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
@@ -195,30 +200,30 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 # ------------------------------------------------------------------------------------------------------ wrapping
 
 
-class MegatronFSDPHost(Host):
+class _MegatronFSDPHost(Host):
     """Integration with the functions of Megatron-FSDP that wrap an optimizer. After wrapping, steps are the same as in
     a plain training loop."""
 
     packages = _PACKAGES
 
     def adding(self) -> None:
-        if caller("fully_shard", *_PACKAGES) is not None:
+        if self.caller("fully_shard", *_PACKAGES) is not None:
             raise ValueError(
                 "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes "
                 "to Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
                 "Muon(model, lr=...), then fully_shard_optimizer(optimizer)"
             )
 
-    def instead_of_step(self, core: Stepped, plain: bool) -> Callable[[], None] | None:
+    def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
         """Replace the step that `fully_shard_optimizer` takes only to create state. The function sets all gradients to
         zero but does not change lr, so an ordinary step would decay weights and increase the step count.
 
         The caller identifies this step, because the caller is the same on every rank. Zero gradients would not identify
         it reliably, because real gradients can be zero on some rank.
         """
-        return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
+        return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
-    def saving(self, core: Stepped) -> None:
+    def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
         these offsets instead of the placements. Only state tensors with the placements of their Megatron-FSDP parameter
         get offsets.
@@ -233,3 +238,6 @@ class MegatronFSDPHost(Host):
                     offsets[0] = row
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
+
+
+_MegatronFSDPHost.register()

@@ -27,7 +27,7 @@ class MuonFactory:
     work among themselves.
 
     Args:
-        args: The Trainer's arguments. If None, `lr` must be given, and the other options have shardmuon's defaults.
+        args: The Trainer's arguments.
         options: Options of `shardmuon.Muon`. The options that `Muon` accepts together with a module, such as `adamw_lr`
             and `overrides`, are allowed.
 
@@ -35,7 +35,7 @@ class MuonFactory:
         >>> trainer = Trainer(model, args, optimizer_cls_and_kwargs=(MuonFactory(args), {}))  # doctest: +SKIP
     """
 
-    def __init__(self, args: TrainingArguments | None = None, **options: Any) -> None:
+    def __init__(self, args: TrainingArguments, **options: Any) -> None:
         self._args = args
         self._options = options
 
@@ -51,22 +51,15 @@ class MuonFactory:
             The optimizer, or the factory if `model` is None.
 
         Raises:
-            ValueError: No learning rate is given, or `Muon` rejects an option or a parameter.
+            ValueError: `Muon` rejects an option or a parameter.
         """
         if model is None:
             return self
-        given = {**self._options, **options}
-        args = given.pop("args", self._args)
-        if args is not None:
-            given = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **given}
-        if "lr" not in given:
-            raise ValueError(
-                "MuonFactory knows no learning rate. Give it the Trainer's arguments, MuonFactory(args), or "
-                "MuonFactory(lr=...)"
-            )
-        optimizer = Muon(model, **{"process_group": _replicas(model), **given})
+        args = self._args
+        defaults = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "process_group": _replicas(model)}
+        optimizer = Muon(model, **{**defaults, **self._options, **options})
         for group in optimizer.param_groups:
-            if args is not None and not group["use_muon"]:
+            if not group["use_muon"]:
                 of_adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
                 group.update({key: value for key, value in of_adam.items() if group[key] == ADAMW_DEFAULTS[key]})
         return optimizer

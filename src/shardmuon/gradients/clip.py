@@ -32,17 +32,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardmuon import texts
 from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
-from shardmuon.errors import ExchangeError, Refused, about, fault_text, made_public, stays_itself
+from shardmuon.errors import ExchangeError, Refused, about, fault_text, stays_itself
 from shardmuon.host import Hosts
 from shardmuon.layout.bind import Listed, Table, TableCall, union
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, names_of
+from shardmuon.layout.engines.base import GradientState, Group, names_of
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import Ints
-from shardmuon.options import SETS, refuse_sets
+from shardmuon.options import PLACE_OPTIONS, SETS, refuse_sets
 from shardmuon.step.validate import gradient_storage
 
 
@@ -106,7 +107,7 @@ def clip_grad_norm_(
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
     call = _Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
-    with made_public(), _or_dropped(listed):
+    with Refused.made_public(), _or_dropped(listed):
         total = call.norm()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
@@ -156,8 +157,8 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        place = {key: group.get(key) for key in ("process_group", "tp_group")}
-        options = {**place, "use_muon": False}  # False, because clipping does not need matrices
+        # `use_muon` is False, because clipping does not need matrices
+        options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
             named = isinstance(given, tuple) and len(given) == 2
@@ -201,15 +202,15 @@ class _BoundGradients(Agreed):
         self.key = _key_of(params)
         self.engines = [engine for *_, engine, _ in self.key]
         self.in_order = [number for numbers in table.sets.values() for number in numbers]
-        counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
-        self.counted = {number for number, layout in enumerate(table.layouts) if counts[layout]}
+        self.counted = {number for number, layout in enumerate(table.layouts) if _counts(layout)}
         self.compared = [not claim.empty_lacks_gradient for claim in table.claims]
-        self.lines, self.loose = list[str](), dict[tuple[Ranks, Ints], list[int]]()
+        self.lines = [f"{one.identity} {layout.view.shape}" for one, layout in zip(params, table.layouts, strict=True)]
+        self.loose: dict[tuple[Ranks, Ints], list[int]] = {}
         for number, (one, claim, layout) in enumerate(zip(params, table.claims, table.layouts, strict=True)):
-            self.lines.append(f"{one.identity} {layout.view.shape}")
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
-            if not _is_own(one.group):
+            given = GroupRef.of(one.group.get("process_group"))
+            if given is None or given.ranks:  # without `process_group=()`, other ranks can have replicas
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
@@ -219,13 +220,6 @@ class _BoundGradients(Agreed):
                 )
         sharers = union(self.sets)
         self.together = () if set(sharers) <= set(beyond or ()) else sharers
-
-
-def _is_own(group: Group) -> bool:
-    """Return True if a parameter group has the option `process_group=()`. This option declares that the group's plain
-    tensors exist on this rank only, as experts do."""
-    found = GroupRef.of(group.get("process_group"))
-    return found is not None and not found.ranks
 
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
@@ -269,8 +263,7 @@ class _Clipping(TableCall[_BoundGradients]):
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
         held: Index of a parameter -> local storage of the parameter's gradient, if this rank stores a part of the
             gradient.
-        states: State of each parameter's gradient: NONE (no gradient), READY, or MISPLACED (the gradient's layout
-            differs from the parameter's layout).
+        states: `GradientState` of each parameter's gradient.
         counted: Norm of the elements that no other rank counts.
         loose: One entry for each set of ranks and shape with loose gradients ([Note: who sums with whom]): a
             fingerprint of this rank's part of these gradients, the norm of this part, and a bool that is True for plain
@@ -283,7 +276,7 @@ class _Clipping(TableCall[_BoundGradients]):
     fault: Fault
     beyond: Ranks | None
     held: dict[int, Tensor] = field(default_factory=dict)
-    states: list[int] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
     counted: float = 0.0
     loose: list[tuple[bytes, float, bool]] = field(default_factory=list)
 
@@ -314,22 +307,23 @@ class _Clipping(TableCall[_BoundGradients]):
     def read(self, kept: _BoundGradients) -> Ballot:
         """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's
         ballot."""
-        self.states, self.held = [NONE] * len(self.params), {}
+        self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
                 continue
             with about(one.name):
                 weight = kept.engines[number].storage(one.param)
                 local = gradient_storage(one.param, one.param.grad, kept.engines[number], weight)
-            self.states[number] = MISPLACED if local is None else READY
+            self.states[number] = GradientState.MISPLACED if local is None else GradientState.READY
             if local is not None and local.numel():
                 self.held[number] = local
-        if self.fault.text is None and MISPLACED not in self.states:
+        if self.fault.text is None and GradientState.MISPLACED not in self.states:
             self._count(kept)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
-        alike = {ranks: bytes([self.states[n] for n in numbers if kept.compared[n]]) for ranks, numbers in sets.items()}
+        alike = {ranks: [self.states[n] for n in numbers if kept.compared[n]] for ranks, numbers in sets.items()}
+        align = _ALIGN if GradientState.MISPLACED in self.states else 0
         said = {ranks: digest_of((kept.token, self.text, states)) for ranks, states in alike.items()}
-        return Ballot(self.phase, Flag.NONE, said, _ALIGN if MISPLACED in self.states else 0, num_bits=1)
+        return Ballot(self.phase, Flag.NONE, said, align)
 
     def _count(self, kept: _BoundGradients) -> None:
         """Compute the norms of the gradients that this rank counts, and the fingerprints of loose gradients."""
@@ -350,7 +344,7 @@ class _Clipping(TableCall[_BoundGradients]):
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
         """Return the lines that ranks compare: one line with the caller's arguments, and one line per shared parameter
         with the state of the parameter's gradient."""
-        words = {n: STATES[self.states[n]] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
+        words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
     def _align(self, bound: _BoundGradients) -> None:
@@ -358,7 +352,7 @@ class _Clipping(TableCall[_BoundGradients]):
         the ranks that share these parameters."""
         for number in bound.in_order:
             param = self.params[number].param
-            if self.states[number] == MISPLACED:
+            if self.states[number] == GradientState.MISPLACED:
                 assert param.grad is not None
                 param.grad = bound.engines[number].align(param.grad, param)
 
@@ -379,11 +373,11 @@ class _Clipping(TableCall[_BoundGradients]):
         loose = [self.params[n].name for (on, _), numbers in bound.loose.items() if len(on) == 1 for n in numbers]
         for ranks in sorted(bound.replicas):
             if any(plain[rank] != plain[ranks[0]] for rank in ranks):
-                named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
                 raise Refused(
-                    f"the gradients of plain tensors ({named}) differ between ranks {ranks}. If they are replicas, "
-                    "average the gradients first; if each rank has its own (experts), write process_group=() in "
-                    "their group, or pass clip_grad_norm_(..., process_group=) a group that contains all of these ranks"
+                    f"the gradients of plain tensors ({texts.listed(loose) or 'none here'}) differ between ranks "
+                    f"{ranks}. If they are replicas, average the gradients first; if each rank has its own (experts), "
+                    "write process_group=() in their group, or pass clip_grad_norm_(..., process_group=) a group that "
+                    "contains all of these ranks"
                 )
         replicas = {code: norm for _, parts in everyone.values() for code, norm, _ in parts}
         return _combine([*(own for own, _ in everyone.values()), *replicas.values()], self.norm_type)

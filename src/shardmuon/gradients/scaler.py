@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from shardmuon._torch import default_group, local_if_any
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.comm.vote import Fault, Phase
-from shardmuon.errors import made_public
+from shardmuon.errors import Refused
 from shardmuon.gradients.clip import by_kind
 from shardmuon.layout.engines.base import named_params
 
@@ -109,6 +109,6 @@ class GradScaler(torch.amp.GradScaler):
             bad = any(map(bool, flags))
         group = default_group() if self._process_group is None else self._process_group
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
-        with made_public():
+        with Refused.made_public():
             found_inf.fill_(float(fault.settle(ranks, Phase.UNSCALE, asked=bad)))
         return {found_inf.device: found_inf}

@@ -23,16 +23,15 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
 from shardmuon.comm.groups import Ranks
-from shardmuon.comm.vote import _K, Call, Fault, Unlike, digest_of, discover, gather, refuse_unlike
-from shardmuon.errors import about
-from shardmuon.layout.engines import Engine, sharing
+from shardmuon.comm.vote import _K, Call, Fault, digest_of, discover, gather, refuse_unlike
+from shardmuon.errors import Refused, about
+from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, Extent, Grid, Group, Ties
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -68,40 +67,6 @@ class _Described(NamedTuple):
     claim: Claim
 
 
-class _Facts(NamedTuple):
-    """First message of a rank to its component, the set of all ranks that shared parameters connect to this rank.
-
-    Attributes:
-        ties: The ranks that share each of this rank's parameters. Parameters that steps currently skip are included.
-        stamp: Text that identifies the rank's hardware and software, from `orthogonalize.stamp`.
-        nonce: Random bytes, drawn anew for each table. The table's token is a hash of the nonces of all ranks. If two
-            optimizers are otherwise equal, their tokens reveal that ranks step them in different orders.
-    """
-
-    ties: tuple[Ties, ...]
-    stamp: str
-    nonce: bytes
-
-
-class _Said(NamedTuple):
-    """Message of a rank about the parameters that it shares with a set of ranks.
-
-    Attributes:
-        digest: Digest of the parameters' descriptions, which must be equal on all of these ranks.
-        extents: This rank's storage of each parameter. Unlike the descriptions, the storage can differ from rank to
-            rank.
-        group: Name of a process group over these ranks, if this rank knows one; otherwise "".
-    """
-
-    digest: bytes
-    extents: list[Extent]
-    group: str
-
-
-_Sharers = Mapping[Ties, tuple[Ranks, ...]]  # ties of this rank's parameters -> the `sets` of these ties
-_Numbers = Mapping[Ranks, Sequence[int]]  # set of ranks -> indices of the parameters that these ranks share
-
-
 @dataclass(frozen=True, eq=False)
 class Table:
     """The layouts of an optimizer's parameters and the ranks that share them. Ranks that share a parameter have equal
@@ -113,9 +78,10 @@ class Table:
         claims: For each parameter, this rank's description of what it stores.
         layouts: Layout of each parameter.
         sets: Set of ranks -> indices of the parameters that these ranks share. Small sets come first.
-        groups: Set of ranks -> name of their process group, for sets where all ranks know the same group.
         stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
-        token: 16 bytes that identify this table, equal on all ranks of the component.
+        token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
+            bytes of each rank. If two optimizers are otherwise equal, their tokens reveal that ranks step them in
+            different orders.
     """
 
     component: Ranks
@@ -123,7 +89,6 @@ class Table:
     claims: tuple[Claim, ...]
     layouts: tuple[ParamLayout, ...]
     sets: dict[Ranks, tuple[int, ...]]
-    groups: dict[Ranks, str]
     stamps: dict[int, str]
     token: bytes
 
@@ -145,7 +110,7 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             connect.
 
     Raises:
-        Unlike: The ties of some ranks do not fit together into a grid.
+        Refused: The ties of some ranks do not fit together into a grid.
     """
     found: dict[Ties, Grid] = {}
     for rank, of_rank in known.items():
@@ -166,18 +131,17 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
-        for t in known.get(mate, ()):
-            alike = t.mates == ties.mates and len(t.parts) == len(columns)
-            if alike and all(part in column for part, column in zip(t.parts, columns, strict=True)):
-                rows.setdefault(mate, t.parts)
-        if mate not in rows:
-            raise Unlike(_no_grid(rank, ties, mate, known))
+        alike = [t.parts for t in known.get(mate, ()) if t.mates == ties.mates and len(t.parts) == len(columns)]
+        fitting = (parts for parts in alike if all(part in column for part, column in zip(parts, columns, strict=True)))
+        rows[mate] = next(fitting, ())
+        if not rows[mate]:
+            raise Refused(_no_grid(rank, ties, mate, known))
     rows[rank] = ties.parts
     for at in range(len(columns)):
         column = union([row[at : at + 1] for row in rows.values()])
         for row in rows.values():
             if Ties(row, column) not in known.get(row[at], ()) or len(union(rows.values())) < len(columns) * len(rows):
-                raise Unlike(_no_grid(rank, ties, row[at], known))
+                raise Refused(_no_grid(rank, ties, row[at], known))
     return tuple(sorted(rows.values()))
 
 
@@ -207,21 +171,24 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
     found = []
     for one in listed:
         with about(one.name):
-            engine = sharing(one.param, one.group)
+            engine = engine_for(one.param, one.group)
             found.append(_Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
     return found
 
 
-def _sharers_of(params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault) -> _Sharers:
-    """Find the sets of ranks that share these parameters. Other ranks of the sets wait for this rank's message, so an
-    error does not stop the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains
-    an error afterwards, the search is repeated once, because an interruption can end a search early."""
+def _sharers_of(
+    params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
+) -> dict[Ties, tuple[Ranks, ...]]:
+    """Find the ties of these parameters, and the sets of ranks in each of the ties. Other ranks of the sets wait for
+    this rank's message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is
+    left out. If `fault` contains an error afterwards, the search is repeated once, because an interruption can end a
+    search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
             for name, param, group in params():
                 with fault, about(name):
-                    ties = sharing(param, group).ties(param, group)
+                    ties = engine_for(param, group).ties(param, group)
                     found[ties] = ties.sets
         if fault.text is None:
             break
@@ -235,7 +202,6 @@ def bind(
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
     stamp: str = "",
-    groups: Mapping[Ranks, str] = MappingProxyType({}),
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
@@ -245,11 +211,10 @@ def bind(
     Args:
         listed: This rank's parameters.
         waiting: Function that returns name, tensor and group of every parameter for which other ranks can be waiting
-            for this rank. None: the listed parameters.
+            for this rank, including the listed ones. None: the listed parameters.
         beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
         before: Component of the previous table; None: there is no previous table.
         stamp: Text that identifies this rank's hardware and software.
-        groups: Set of ranks -> name of a process group over them, for groups that this rank knows.
         fingerprint: Function that hashes a storage to 64 bits, to compare replicas. None: replicas are not compared.
         fault: Record of an error that has already occurred on this rank, if any.
 
@@ -263,44 +228,36 @@ def bind(
     sharers = _sharers_of(waiting or (lambda: [(one.name, one.param, one.group) for one in listed]), fault)
     with fault:
         mine = describe(listed)
-        sharers = {**sharers, **{one.ties: one.ties.sets for one in mine}}
     sets = tuple(dict.fromkeys([*itertools.chain(*sharers.values()), *beyond]))
-    known = discover(sets, _Facts(tuple(sharers), stamp, os.urandom(8)), fault, before)
+    known = discover(sets, (tuple(sharers), stamp, os.urandom(8)), fault, before)
     component, grids, numbers = tuple(known), dict[Ties, Grid](), dict[Ranks, list[int]]()
-    lines, said = dict[Ranks, list[str]](), dict[Ranks, _Said]()
+    lines, said = dict[Ranks, list[str]](), dict[Ranks, tuple[bytes, list[Extent]]]()
     with fault:
-        grids = _grids_of({other: theirs.ties for other, theirs in known.items()})
-        numbers = _numbers(mine, {ties: grids[ties] for ties in sharers})
+        grids = _grids_of({other: ties for other, (ties, _, _) in known.items()})
+        ranks_of = {ties: union(grids[ties]) for ties in sharers}
+        # Small sets come first, so that all ranks process the sets in the same order.
+        order = sorted({*ranks_of.values()}, key=lambda ranks: (len(ranks), ranks))
+        numbers = {ranks: [n for n, one in enumerate(mine) if ranks_of[one.ties] == ranks] for ranks in order}
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
         for ranks, of_set in numbers.items():
-            said[ranks] = _Said(digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set], groups.get(ranks, ""))
+            said[ranks] = digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set]
     everyone = dict(zip(component, gather(said, component, fault), strict=True))
-    digests = {of: {ranks: one.digest for ranks, one in theirs.items()} for of, theirs in everyone.items()}
+    digests = {of: {ranks: digest for ranks, (digest, _) in theirs.items()} for of, theirs in everyone.items()}
     refuse_unlike(digests, lines.__getitem__, lambda of, told: _unlike_lists(of, [ls or [] for ls in told]), fault)
     with fault:
-        layouts = _layouts(mine, numbers, everyone, grids)
-        made = Table(
-            component,
-            tuple(one.listed for one in mine),
-            tuple(one.claim for one in mine),
-            tuple(layouts),
-            {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
-            _groups(said, everyone),
-            {other: theirs.stamp for other, theirs in known.items()},
-            digest_of([theirs.nonce for theirs in known.values()]),
+        table.append(
+            Table(
+                component,
+                tuple(one.listed for one in mine),
+                tuple(one.claim for one in mine),
+                tuple(_layouts(mine, numbers, everyone, grids)),
+                {ranks: tuple(of_set) for ranks, of_set in numbers.items() if of_set},
+                {other: theirs for other, (_, theirs, _) in known.items()},
+                digest_of([nonce for _, _, nonce in known.values()]),
+            )
         )
-        table.append(made)
     _compare_replicas(mine, table, component, fingerprint, fault)
     return table[0]
-
-
-def _numbers(mine: Sequence[_Described], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
-    """Map each set of ranks that includes this rank to the indices of the parameters that the set shares. Small sets
-    come first, so that all ranks process the sets in the same order."""
-    numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
-    for number, one in enumerate(mine):
-        numbers[union(grids[one.ties])].append(number)
-    return {ranks: numbers[ranks] for ranks in sorted(numbers, key=lambda ranks: (len(ranks), ranks))}
 
 
 def _line(one: _Described, compared: bool) -> str:
@@ -333,23 +290,17 @@ def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _groups(said: Mapping[Ranks, _Said], everyone: Mapping[int, Mapping[Ranks, _Said]]) -> dict[Ranks, str]:
-    """Map each set of ranks to the name of its process group, for sets where all ranks know the same group."""
-    names = {ranks: {everyone[rank][ranks].group for rank in ranks} for ranks in said}
-    return {ranks: own.group for ranks, own in said.items() if own.group and names[ranks] == {own.group}}
-
-
 def _layouts(
     mine: Sequence[_Described],
-    numbers: _Numbers,
-    everyone: Mapping[int, Mapping[Ranks, _Said]],
+    numbers: Mapping[Ranks, Sequence[int]],
+    everyone: Mapping[int, Mapping[Ranks, tuple[bytes, list[Extent]]]],
     grids: Mapping[Ties, Grid],
 ) -> list[ParamLayout]:
     """Compute the layout of each parameter. Parameters with equal layouts share one object."""
     known: dict[object, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for ranks, of_set in numbers.items():
-        for number, *told in zip(of_set, *(everyone[rank][ranks].extents for rank in ranks), strict=True):
+        for number, *told in zip(of_set, *(everyone[rank][ranks][1] for rank in ranks), strict=True):
             one = mine[number]
             key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
             if key not in known:
@@ -368,7 +319,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
         stored = (
             f"ranks {(*told,)} store shapes {[extent.shape for extent in told.values()]} of it ({one.claim.text}): "
         )
-        raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
+        raise Refused(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
 
 
 def _compare_replicas(
@@ -397,13 +348,13 @@ def _compare_replicas(
 
 
 def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> None:
-    """Raise Unlike if replicas of a parameter differ. `prints`: fingerprints of the parameter's local storage, one for
+    """Raise Refused if replicas of a parameter differ. `prints`: fingerprints of the parameter's local storage, one for
     each rank that shares the parameter."""
     seen: dict[object, tuple[int, int]] = {}
     for (rank, pieces), value in zip(layout.pieces.items(), prints, strict=True):
         first, wanted = seen.setdefault(pieces, (rank, value))
         if pieces and value != wanted:
-            raise Unlike(
+            raise Refused(
                 f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but their "
                 "values differ. Broadcast the weights first; if each rank has its own (experts), put it in a group "
                 "with process_group=(), tp_group=(); if they are shards over a tp_group, write "
@@ -421,12 +372,11 @@ class TableCall(Call[_K]):
     Attributes:
         beyond: Ranks that must take part in the call even if they share no parameter with this rank; None: there are no
             such ranks.
-        stamp, groups, fingerprint: Arguments of `bind` for a new table.
+        stamp, fingerprint: Arguments of `bind` for a new table.
     """
 
     beyond: Ranks | None = None
     stamp = ""
-    groups: Mapping[Ranks, str] = MappingProxyType({})
     fingerprint: Callable[[Tensor], int] | None = None
 
     @abstractmethod
@@ -464,7 +414,6 @@ class TableCall(Call[_K]):
             beyond=() if self.beyond is None else (self.beyond,),
             before=before,
             stamp=self.stamp,
-            groups=self.groups,
             fingerprint=self.fingerprint,
             fault=fault,
         )

@@ -34,10 +34,10 @@ tensor-parallel group, or ranges of flattened elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout
+from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
@@ -52,51 +52,44 @@ class Shard(NamedTuple):
     factor: int = 1
 
 
-_Placements = tuple[Shard | None, ...]  # one entry for each mesh axis; None: the axis replicates the tensor
-
-
 class OnMesh(NamedTuple):
     """Placement of a tensor on a mesh of ranks.
 
     Attributes:
         mesh: Size of each mesh axis.
         ranks: Global ranks, in row-major order of their mesh coordinates.
-        placements: Placement for each mesh axis.
+        placements: Placement for each mesh axis; None if the axis replicates the tensor.
     """
 
     mesh: Ints
     ranks: Ints
-    placements: _Placements
+    placements: tuple[Shard | None, ...]
+
+    def reading(self, shape: Ints) -> dict[int, _OfRank]:
+        """Compute the pieces that each rank stores of a tensor with this global shape, and the shape of the storage
+        that contains the pieces. The ranks are in the order of `ranks`."""
+        places = itertools.product(*map(range, self.mesh))
+        return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
+
+    def read_at(self, shape: Ints, place: Ints) -> _OfRank:
+        """Compute the pieces and the storage shape of the rank at mesh coordinate `place`, as in `reading`."""
+        ranges = []
+        for dim, size in enumerate(shape):
+            listed = [(axis, p.factor) for axis, p in enumerate(self.placements) if p and p.dim == dim]
+            ranges.append(_ranges(size, _nested(listed, self.mesh), self.mesh, place))
+        return _stored(ranges)
+
+    def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
+        """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
+        parameter that is placed on this mesh: see [Note: where kept numbers lie]. `layout`: layout of the parameter."""
+        view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
+        # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate it.
+        cuts = tuple(p if p is not None and p.dim == 0 and is_stack else None for p in self.placements)
+        found = self._replace(placements=cuts).reading(view.shape)
+        return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))
 
 
-_Cuts = tuple[tuple[int, int], ...]  # (mesh axis, split factor) of each cut of a tensor dim, earliest cut first
-
-
-def reading(shape: Ints, mesh: Ints, placements: _Placements) -> tuple[_OfRank, ...]:
-    """Compute the pieces of a tensor and the shape of their storage for each rank of a mesh.
-
-    Args:
-        shape: Global shape of the tensor.
-        mesh: Size of each mesh axis.
-        placements: Placement for each mesh axis.
-
-    Returns:
-        Pieces and storage shape of each rank, in row-major order of mesh coordinates.
-    """
-    return tuple(read_at(shape, mesh, placements, place) for place in itertools.product(*map(range, mesh)))
-
-
-def read_at(shape: Ints, mesh: Ints, placements: _Placements, place: Ints) -> _OfRank:
-    """Compute the pieces and the storage shape of the rank at mesh coordinate `place`. The other arguments are those of
-    `reading`."""
-    ranges = []
-    for dim, size in enumerate(shape):
-        cuts = _nested([(axis, p.factor) for axis, p in enumerate(placements) if p and p.dim == dim], mesh)
-        ranges.append(_ranges(size, cuts, mesh, place))
-    return _stored(ranges)
-
-
-def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
+def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
     """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. In
     `listed`, a factor above 1 counts the shards made by all earlier cuts of axes that come later in the list. In the
     result, a factor counts only shards made by axes that are missing from the list."""
@@ -107,12 +100,12 @@ def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> _Cuts:
             before *= mesh[ordered[position][0]]
             position += 1
         if factor % before:
-            return tuple(listed)
+            return listed
         ordered.insert(position, (axis, factor // before))
-    return tuple(ordered)
+    return ordered
 
 
-def _ranges(size: int, cuts: _Cuts, mesh: Ints, place: Ints) -> _Ranges:
+def _ranges(size: int, cuts: Sequence[tuple[int, int]], mesh: Ints, place: Ints) -> _Ranges:
     """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut divides the dim into
     `factor` parts and every part among the ranks along the mesh axis, so that a rank stores a share of every part."""
     ranges: _Ranges = ((0, size),)
@@ -174,7 +167,7 @@ class Cut(NamedTuple):
             ValueError: The size of a part is not divisible by the stride. The message does not contain the parameter's
                 name.
         """
-        return tuple(_stored(part)[0] for part in self._ranges(shape, sizes))
+        return tuple(_stored(self._ranges(shape, sizes, part))[0] for part in range(len(sizes)))
 
     def rows_of_part(self, shape: Ints, part: int, num_parts: int, rows: range) -> _OfRank:
         """Compute the pieces that make up a range of rows of one tensor-parallel shard ("part"), and the shape of a
@@ -192,68 +185,19 @@ class Cut(NamedTuple):
         num = shape[self.dim]
         step = -(-num // num_parts)
         sizes = tuple(max(0, min(step, num - at * step)) for at in range(num_parts))
-        first, *others = list(self._ranges(shape, sizes))[part]
+        first, *others = self._ranges(shape, sizes, part)
         return _stored([_narrow(first, rows.start, len(rows)), *others])
 
-    def _ranges(self, shape: Ints, sizes: Ints) -> Iterator[list[_Ranges]]:
-        """Yield, for each part, the index ranges that the part covers in each dim."""
+    def _ranges(self, shape: Ints, sizes: Ints, part: int) -> list[_Ranges]:
+        """Compute the index ranges that a part covers in each dim."""
         if any(size % self.stride for size in sizes):
             raise ValueError(
                 f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "
                 f"shards have {sizes} indices along dim {self.dim}. Set partition_stride=1 if they are cut in one "
                 "piece each"
             )
-        blocks, start = range(0, sum(sizes), max(1, sum(sizes) // self.stride)), 0
-        for size in sizes:
-            share = size // self.stride
-            ranges: list[_Ranges] = [((0, n),) for n in shape]
-            ranges[self.dim] = tuple((block + start, block + start + share) for block in blocks)
-            yield ranges
-            start += share
-
-
-def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: int, stop: int) -> tuple[Held, ...]:
-    """Compute the pieces that make up elements [start, stop) of one flattened tensor-parallel shard ("part"), in
-    storage order.
-
-    Args:
-        shape: Shape of the whole tensor.
-        cut: Cut into equal parts. The cut must be along dim 0 or have stride 1, because otherwise the boxes of a part
-            are not consecutive in the part's storage. None: the tensor is not cut, and the range refers to the whole
-            tensor.
-        part, num_parts: Index of the part, and number of parts.
-        start, stop: Element range in the part.
-    """
-    if start >= stop:
-        return ()
-    if cut is None:
-        return (Held(FlatRange(start, stop), (0,)),)
-    found, at = [], 0
-    for box, _ in cut.parts(shape, (shape[cut.dim] // num_parts,) * num_parts)[part]:
-        low, high = max(start, at), min(stop, at + box.numel)
-        if low < high:
-            assert isinstance(box, Box), "parts are boxes"
-            found.append(Held(FlatRange(low - at, high - at, box), (low - start,)))
-        at += box.numel
-    return tuple(found)
-
-
-# ------------------------------------------------------------------------------------------- state of variants' stages
-
-
-def kept_layout(layout: ParamLayout, sizes: Sequence[int], place: OnMesh | None) -> ParamLayout:
-    """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
-    parameter: see [Note: where kept numbers lie].
-
-    Args:
-        layout: Layout of the parameter.
-        sizes: Number of values for each matrix.
-        place: Mesh and placements of the parameter; None if the parameter is not placed on a mesh.
-    """
-    view = layout.view.kept(sizes)
-    # Mesh axes that shard dim 0 of the stack also shard dim 0 of the state tensor. All other axes replicate it.
-    cuts = () if place is None else tuple(p if p is not None and p.dim == 0 else None for p in place.placements)
-    if layout.view.num_row_dims == 1 or place is None or not any(cuts):
-        return ParamLayout.replicated(view, layout.ranks)
-    found = dict(zip(place.ranks, reading(view.shape, place.mesh, cuts), strict=True))
-    return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))
+        start, stop = sum(sizes[:part]) // self.stride, sum(sizes[: part + 1]) // self.stride
+        blocks = range(0, sum(sizes), max(1, sum(sizes) // self.stride))
+        ranges: list[_Ranges] = [((0, n),) for n in shape]
+        ranges[self.dim] = tuple((block + start, block + stop) for block in blocks)
+        return ranges

@@ -136,12 +136,6 @@ class Tile(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    @property
-    def key(self) -> tuple[int, Ints, Ints]:
-        """Matrix and box of the tile, without the tile's location in storage. All replicas of a tile have equal
-        keys."""
-        return self.matrix, self.start, self.sizes
-
     def in_matrix(self, view: MatrixView) -> tuple[int, Ints]:
         """Compute the offset of the tile's first element, and the stride of each dim of the tile's box, in the
         row-major matrix that contains the tile."""
@@ -207,9 +201,6 @@ def _range_spans(start: int, stop: int, sizes: Ints) -> Iterator[_Span]:
     """Yield boxes that cover elements [start, stop) of a row-major tensor of shape `sizes`: the end of the first row,
     then all complete rows, then the start of the last row. A row is one index of the first dim."""
     if start >= stop:
-        return
-    if len(sizes) == 1:
-        yield (start,), (stop - start,)
         return
     row = math.prod(sizes[1:])
     index, inside = divmod(start, row)

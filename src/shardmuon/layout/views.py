@@ -124,10 +124,11 @@ def matrix_view(
         >>> [(m.rows, m.cols) for m in matrix_view((12, 4), split_sizes=(8, 2, 2)).matrices]
         [(8, 4), (2, 4), (2, 4)]
     """
-    if isinstance(split_sizes, (set, frozenset)):
-        raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
-    if isinstance(split_sizes, bool):
-        raise ValueError(f"split_sizes={split_sizes} is no number of blocks. Write how many, or the rows of each")
+    if isinstance(split_sizes, (bool, set, frozenset)):
+        raise ValueError(
+            f"split_sizes={split_sizes} is no number of blocks and has no order. Write how many blocks there are, or a "
+            "tuple of the rows of each"
+        )
     dims = tuple(int(size) for size in shape)
     split_dim = 1 if transposed and split_sizes is not None else 0  # 0: rows are split, 1: columns are split
     of_rows = _row_dim(dims, view, split_dim)
@@ -135,15 +136,13 @@ def matrix_view(
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
     if len(blocks) == 1:  # consecutive repeats of a single block form one block
         blocks, groups = (blocks[0] * groups,), 1
-    refined_dim = of_rows + split_dim if groups > 1 else -1
+    d = of_rows + split_dim
     matrices = []
     for expert in range(dims[0] if of_rows else 1):
         for first, size in zip(itertools.accumulate(blocks, initial=0), blocks, strict=False):
             matrices.append(_block(dims, of_rows, split_dim, (expert, first, size), groups, bool(transposed)))
-    fine = dims
-    if refined_dim >= 0:
-        fine = (*dims[:refined_dim], groups, sum(blocks), *dims[refined_dim + 1 :])
-    return MatrixView(dims, fine, refined_dim, tuple(matrices), of_rows + 1)
+    fine = dims if groups == 1 else (*dims[:d], groups, sum(blocks), *dims[d + 1 :])
+    return MatrixView(dims, fine, d if groups > 1 else -1, tuple(matrices), of_rows + 1)
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
@@ -204,16 +203,16 @@ def _blocks_of(
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")
-    if isinstance(given, int):
+    if given is None or isinstance(given, int):
+        num = 1 if given is None else given
         if split_groups != 1:
-            raise ValueError(f"split_sizes={given} means equal blocks, which split_groups={split_groups} cannot repeat")
-        if given < 1 or height % given:
-            raise ValueError(f"split_sizes={given} does not divide the {height} {what}s")
-        return (height // given,) * given, 1
-    if given is None:
-        if split_groups != 1:
-            raise ValueError(f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat")
-        return (height,), 1
+            raise ValueError(
+                f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat, found "
+                f"split_sizes={given}"
+            )
+        if num < 1 or height % num:
+            raise ValueError(f"split_sizes={num} does not divide the {height} {what}s")
+        return (height // num,) * num, 1
     split_sizes = tuple(int(size) for size in given)
     if not split_sizes or min(split_sizes) < 1:
         raise ValueError(f"split_sizes={split_sizes} must be positive {what} counts")

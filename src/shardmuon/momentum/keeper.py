@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor, local_if_any
-from shardmuon.comm.vote import Unlike
+from shardmuon.errors import Refused
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import FlatRange, ParamLayout
@@ -50,10 +50,6 @@ class Keeper:
         self.dtype, self.device, self.rounds_weights = dtype, device, rounds_weights
         self.rounds = rounds_weights or dtype in (torch.bfloat16, "int8")
         self.as_computed = not self.rounds and device is None
-
-    def text(self) -> str:
-        """Format the momentum dtype and the rounding of weights as text, which ranks compare."""
-        return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
         """Return the dtype and device in which the momentum, and its scales if there are any, are stored, by state key.
@@ -253,7 +249,7 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 
 
 def check_blocks(name: str, layout: ParamLayout) -> None:
-    """Raise Unlike if a shard or a matrix begins or ends inside a block of columns. In 8-bit momentum, all elements of
+    """Raise Refused if a shard or a matrix begins or ends inside a block of columns. In 8-bit momentum, all elements of
     a block have a common scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
@@ -273,7 +269,7 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     if view.split_dim == dim or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
         cut.append((layout.ranks[0], "matrices of columns that begin elsewhere (transposed=True)"))
     for rank, found in cut[:1]:
-        raise Unlike(
+        raise Refused(
             f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
             "cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns at multiples "
             f"of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"

@@ -94,6 +94,15 @@ class Stream:
         found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
         return found.permute([order.index(d) for d in range(len(order))])
 
+    def round(self, patch: Patch, x: Tensor) -> Tensor:  # values in bf16
+        """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in
+        fp32, in the patch's order but in any shape; the result has the shape of `x`."""
+        values = x.reshape(patch.sizes)
+        out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
+        for cut, part in patch.slabs(_slab(x.device), len(patch.sizes)):
+            out.narrow(*cut).copy_(_round_by(values.narrow(*cut), self.bits(part, x.device)))
+        return out.view(x.shape)
+
 
 class Rounding(NamedTuple):
     """The random bits and scales for rounding one parameter's momentum and weights in one step.
@@ -147,16 +156,6 @@ def _slab(device: torch.device) -> int:
     """Return the number of elements to process at once: on a CPU, so few that temporaries fit in the cache; on an
     accelerator, enough to keep it busy."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
-
-
-def round_patch(stream: Stream, patch: Patch, x: Tensor) -> Tensor:  # values in bf16
-    """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in fp32,
-    in the patch's order but in any shape; the result has the shape of `x`."""
-    values = x.reshape(patch.sizes)
-    out = torch.empty(patch.sizes, dtype=torch.bfloat16, device=x.device)
-    for cut, part in patch.slabs(_slab(x.device), len(patch.sizes)):
-        out.narrow(*cut).copy_(_round_by(values.narrow(*cut), stream.bits(part, x.device)))
-    return out.view(x.shape)
 
 
 BLOCK = 128  # number of columns with a common scale

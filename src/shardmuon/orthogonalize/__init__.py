@@ -425,15 +425,6 @@ _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
 _LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a local restart takes less work than one from X: [Note: restarts]
 
 
-def check_gram_dtype(dtype: torch.dtype) -> None:
-    """Raise ValueError if rounding errors make the Gram form unsafe in products of this dtype."""
-    if dtype not in _MOST_SLOPE:
-        raise ValueError(
-            f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {dtype}: "
-            "rounding errors grow too large there. Use method='standard'"
-        )
-
-
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
     """True if the Gram form restarts an m x n matrix (m <= n) locally, without X: see [Note: restarts]."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
@@ -442,7 +433,6 @@ def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype)
 def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     """Choose the steps before which the Gram form recomputes the Gram matrix to limit rounding errors: see [Note:
     restarts]. Returns indices from 1 to k - 1, for k steps."""
-    check_gram_dtype(dtype)
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
         slope = max(slope, 1.0) * abs(a)  # every step rounds, so shrinking does not offset later growth
@@ -457,11 +447,7 @@ def _gram_newton_schulz(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # the same shape and dtype as `y`
-    """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form].
-
-    Raises:
-        ValueError: The products are in bf16.
-    """
+    """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form]."""
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
     first, *others = (coefficients[start:stop] for start, stop in ends)  # the steps between restarts
@@ -540,52 +526,57 @@ def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16, same 
 ITERATIONS: dict[str, Callable[..., Tensor]] = {"standard": _newton_schulz, "gram": _gram_newton_schulz}
 
 
-def default_dtype(method: str, device: torch.device) -> torch.dtype:
-    """Return the default dtype of a method's matrix products.
+def products_dtype(method: str, given: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of a method's matrix products: `given`, or the method's default if `given` is None.
 
-    "standard": bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs without them,
-    where bf16 products are 10 to 80 times slower. "gram": float16 on accelerators (bf16 is not precise enough), float32
-    on CPUs. "torch": bfloat16.
+    The default of "standard" is bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs
+    without them, where bf16 products are 10 to 80 times slower. The default of "gram" is float16 on accelerators (bf16
+    is not precise enough), float32 on CPUs. "torch" always uses bfloat16.
+
+    Raises:
+        ValueError: The method is "gram", and rounding errors in products of the given dtype make it unsafe.
     """
     if method == "torch":
         return torch.bfloat16
+    if method == "gram" and given is not None and given not in _MOST_SLOPE:
+        raise ValueError(
+            f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {given}: "
+            "rounding errors grow too large there. Use method='standard'"
+        )
+    if given is not None:
+        return given
     if device.type == "cpu" and (method == "gram" or not cpu_has_bf16_matmul()):
         return torch.float32
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
-def flops(
-    method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
-) -> tuple[float, float]:
+def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, device: torch.device) -> int:
     """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
+
+    They are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
+    accelerator, they are 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without restarts.
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products, which determines how often "gram" restarts.
-        symmetric_share: Fraction of a symmetric product that is computed: 1 for the full product, 0.5 for the lower
-            half.
-
-    Returns:
-        FLOPs of the products that involve the long side, and FLOPs of the products of square matrices of the short
-        side. They are counted as in the tables published with Gram Newton-Schulz. For m <= n, full products and k
-        quintic steps, they are 4 k m^2 n and 2 k m^3 for "standard", and 4 m^2 n and (8 k - 6) m^3 for "gram" without
-        restarts.
+        device: Device of the products. CPUs compute large symmetric products in four row blocks, which together are
+            10/16 of a product.
     """
     m, n = min(rows, cols), max(rows, cols)
-    steps = len(coefficients)
+    steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
     squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # FLOPs of the two products X X^T and (square matrix) X
     small: float = 2 * m**3
     if method != "gram":
-        return steps * twice, squares * small * symmetric_share
+        return round(steps * twice + squares * small * symmetric_share)
     restarts = len(_plan_restarts(coefficients, dtype))
     # Each segment between restarts has one product for Q in every step except the first, and two products for R in
     # every step except the last.
     of_small = (squares + 3 * (steps - restarts - 1)) * small * symmetric_share
     if _restarts_locally(m, n, coefficients, dtype):
         # A local restart adds the split products of `Products.sandwich`, and one product that combines the factors Q.
-        return twice, of_small + restarts * (3 * small + 2 * small * symmetric_share)
-    return (1 + restarts) * twice, of_small
+        return round(twice + of_small + restarts * (3 * small + 2 * small * symmetric_share))
+    return round((1 + restarts) * twice + of_small)
 
 
 def orthogonalize(
@@ -605,7 +596,7 @@ def orthogonalize(
         x: The matrices, wide or tall.
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
-        dtype: Dtype of the products. Default: the result of `default_dtype`. Method "torch" ignores it.
+        dtype: Dtype of the products. Default: see `products_dtype`. Method "torch" ignores it.
         watch: Object that replaces non-finite results of finite matrices by zeros and reports them, for method "gram".
             Default: non-finite results are returned unchanged.
         overwrite: True if the caller no longer needs `x`, so that results may be written to its memory.
@@ -622,16 +613,16 @@ def orthogonalize(
     with exact_products(device, flags=method != "torch"):
         if method == "torch":
             return torch.stack([_torch_muon(matrix, coefficients) for matrix in x])
-        dtype = dtype or default_dtype(method, device)
-        watch = watch if method == "gram" else None
+        if dtype is None or (method == "gram" and dtype not in _MOST_SLOPE):  # the latter is an error
+            dtype = products_dtype(method, dtype, device)
         size = batch_size(rows, cols, device)
         shape = (rows, cols) if size == 1 else (size, rows, cols)
         products = Products(shape, device, dtype)
-        run: Callable[[Tensor], Tensor] = partial(ITERATIONS[method], coefficients=coefficients, products=products)
-        many = len(x) > size
+        many, watch = len(x) > size, watch if method == "gram" else None
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
-            found = run(_operands(part, shape, products, unit)).view(size, rows, cols).narrow(0, 0, len(part))
+            found = ITERATIONS[method](_operands(part, shape, products, unit), coefficients, products)
+            found = found.view(size, rows, cols).narrow(0, 0, len(part))
             if many:  # faster than `copy_` on the tensors without data that `foresight` uses
                 foreach_copy_([place], [found])
             else:

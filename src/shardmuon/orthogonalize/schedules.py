@@ -1,14 +1,13 @@
 """Newton-Schulz coefficient schedules as data: the triple (a, b, c) of each step, and the source.
 
-One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. Its band (the range of its
-outputs) and its slope (the growth of the smallest singular values) are computed from the triples, never typed in. A
-schedule that flips a sign or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm,
-singular values are at most 1, but rounding can lift them slightly above.
+One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. A schedule that flips a sign
+or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1,
+but rounding can lift them slightly above.
 
 [Note: to add one]
     To add a schedule, change four files: this file, tests/schedule_cases.py, docs/orthogonalization.md and
     CHANGELOG.md. New rows go last.
-    1. Add a row to `SCHEDULES`; all other code reads this table. The row's source says who published the coefficients,
+    1. Add a row to `_SCHEDULES`; all other code reads this table. The row's source says who published the coefficients,
        or "ours".
     2. Run `.venv/bin/python tests/schedule_cases.py NAME`. It prints a row for `CASES` in that file, and rows for the
        tables "Schedules" and "Errors" in docs/orthogonalization.md. Add these rows.
@@ -22,7 +21,6 @@ singular values are at most 1, but rounding can lift them slightly above.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-Coefficients = tuple[float, float, float]
-Triples = tuple[Coefficients, ...]
+Triples = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step
 
 _MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
 _LARGEST = 2.0  # larger outputs count as divergence; the outputs of all schedules in this file stay under 1.6
@@ -43,7 +40,7 @@ class Schedule:
     """Coefficients of all Newton-Schulz steps, after division by any safety factor, and their source.
 
     Attributes:
-        name: A key of `SCHEDULES`, or "custom".
+        name: Name of the schedule, or "custom".
         triples: (a, b, c) of each step.
         source: Publication of the coefficients, and changes made to them.
     """
@@ -60,20 +57,6 @@ class Schedule:
         return s
 
     @property
-    def slope(self) -> float:
-        """Factor by which the smallest singular values grow, the product of all coefficients a."""
-        return math.prod(a for a, _, _ in self.triples)
-
-    def band(self, s_min: float = 0.01) -> tuple[float, float]:
-        """Return the smallest and the largest output for all inputs (singular values as fractions of the Frobenius
-        norm) in [s_min, 1]."""
-        if not 0.0 < s_min <= 1.0:
-            raise ValueError(f"s_min={s_min} must be above 0 and at most 1")
-        grid = np.union1d(np.linspace(s_min, 1.0, _GRID), np.geomspace(s_min, 1.0, _GRID))
-        out = self(grid)
-        return float(out.min()), float(out.max())
-
-    @property
     def fault(self) -> str | None:
         """Description of the smallest input for which the schedule flips the sign or diverges; None if the schedule is
         usable."""
@@ -86,34 +69,22 @@ class Schedule:
         fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
         return f"{fault}: it maps {grid[bad[0]]:.4g} to {out[bad[0]]:.3g}"
 
-    def __str__(self) -> str:
-        low, high = self.band()
-        return (
-            f"{self.name}: {len(self.triples)} steps, singular values from 0.01 on go to {low:.3f}..{high:.3f}, "
-            f"slope {self.slope:.0f} ({self.source})"
-        )
+
+def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
+    """Return the coefficients that map s to what `steps` map s / factor to. The factor is above 1 if it was published
+    with the coefficients, or if they flip signs or diverge without it."""
+    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
-@dataclass(frozen=True)
-class _Published:
-    """A set of coefficients for `SCHEDULES`: the triples of the first steps, and their source ("ours" if they are not
-    published elsewhere). `tail` is the triple of all further steps; a schedule with a tail has five steps by default.
-    If `tail` is None, the number of steps is fixed."""
+_KELLER = (3.4445, -4.7750, 2.0315)
+_TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up to second order
 
-    triples: Triples
-    source: str
-    tail: Coefficients | None = None
-    # Divisor f of the singular values: a step becomes (a / f, b / f^3, c / f^5). It is above 1 if it was published with
-    # the coefficients, or if the schedule is unusable without it.
-    safety: float = 1.0
-
-
-_KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
-_TAYLOR: Coefficients = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up to second order
-
-SCHEDULES: dict[str, _Published] = {
-    "keller": _Published((), "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's", _KELLER),
-    "quintic": _Published(
+# Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
+# are not published elsewhere). A schedule with a triple for further steps has five steps by default, and allows any
+# other number. A schedule with None in its place has exactly the steps listed.
+_SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
+    "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
+    "quintic": (
         (
             (4.0848, -6.8946, 2.9270),
             (3.9505, -6.3029, 2.6377),
@@ -121,10 +92,12 @@ SCHEDULES: dict[str, _Published] = {
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
+        None,
         "You Jiacheng 2025, https://x.com/YouJiacheng/status/1905861218138804534",
     ),
-    "polar_express": _Published(
-        (
+    "polar_express": (
+        _divided(
+            1.01,
             (8.28721201814563, -23.595886519098837, 17.300387312530933),
             (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
             (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -133,34 +106,36 @@ SCHEDULES: dict[str, _Published] = {
             (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
             (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
         ),
-        "Amsel et al. 2025, https://arxiv.org/abs/2505.16932, Algorithm 1, with its safety factor 1.01",
         _TAYLOR,
-        safety=1.01,
+        "Amsel et al. 2025, https://arxiv.org/abs/2505.16932, Algorithm 1, with its safety factor 1.01",
     ),
-    "cans": _Published(
-        (
+    "cans": (
+        _divided(
+            1.01,
             (8.4703, -25.1081, 18.6293),
             (4.1828, -3.1087, 0.5806),
             (3.9619, -2.9541, 0.5630),
             (3.2866, -2.4647, 0.5074),
             (2.2737, -1.6447, 0.4162),
         ),
+        None,
         "Grishina et al. 2025, arXiv 2506.10935; divided by 1.01: as published it diverges at 1.001",
-        safety=1.01,
     ),
-    "cubic": _Published(
-        (
+    "cubic": (
+        _divided(
+            1.01,
             (3.3657, -3.3421, 0.0),
             (2.5744, -1.4957, 0.0),
             (2.5369, -1.4313, 0.0),
             (2.4419, -1.2764, 0.0),
             (2.2230, -0.9631, 0.0),
         ),
+        None,
         "arXiv 2606.00371: a third less work; divided by 1.01: as published it flips signs at 1.004",
-        safety=1.01,
     ),
-    "deepseek_v4": _Published(
+    "deepseek_v4": (
         (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        None,
         "DeepSeek-V4 technical report 2026: eight of Jordan's steps and two classical ones",
     ),
 }
@@ -175,82 +150,57 @@ _ALIASES = {
 }
 
 
-def schedule(
-    coefficients: str | Sequence[float] | Sequence[Sequence[float]],
-    steps: int | None = None,
-    *,
-    safety: float | None = None,
-) -> Schedule:
+def schedule(coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int | None = None) -> Schedule:
     """Make a schedule from a name, from one triple, or from one triple per step.
 
     Args:
-        coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
-            (a, b, c), or one (a, b, c) per step.
+        coefficients: A name from the table in docs/orthogonalization.md, or a name that other libraries use for it
+            ("simple", "you5", "deepseekv4"), (a, b, c), or one (a, b, c) per step.
         steps: Number of steps. Default: the number of published steps; 5 for "keller", "polar_express" and a single
             triple. Only these three allow a number other than the default. If one triple per step is given, `steps` is
             ignored, as in torch.
-        safety: Divisor f of the inputs, which changes coefficients to (a / f, b / f^3, c / f^5). Default: the named
-            schedule's factor (1.01 for Polar Express), 1 for triples.
 
     Returns:
-        The schedule.
+        The schedule. It is cached, because every optimizer step reads the coefficients of every group.
 
     Raises:
-        ValueError: The name is unknown, the number of steps is not allowed, `safety` is below 1, or the schedule flips
-            signs or diverges for inputs up to 1.01.
+        ValueError: The name is unknown, the number of steps is not allowed, or the schedule flips signs or diverges for
+            inputs up to 1.01.
         TypeError: `coefficients` is neither a name nor numbers.
     """
-    if safety is not None and not safety >= 1.0:
-        raise ValueError(f"safety={safety} must be at least 1")
-    name, row = _named(coefficients) if isinstance(coefficients, str) else _given(tuple(coefficients))
-    if not isinstance(coefficients, str) and row.tail is None:  # one triple per step was given
-        steps = None
+    return _made(_hashable(coefficients), steps)
+
+
+@lru_cache(maxsize=256)
+def _made(coefficients: Any, steps: int | None) -> Schedule:
+    name, source = "custom", "given by the caller"
+    if isinstance(coefficients, str) or coefficients == _KELLER:
+        name = "keller" if coefficients == _KELLER else _ALIASES.get(coefficients.lower(), coefficients.lower())
+        if name not in _SCHEDULES:
+            known = ", ".join(map(repr, (*_SCHEDULES, *_ALIASES)))
+            raise ValueError(
+                f"{coefficients!r} is not a known schedule: write one of {known}, or the triples themselves"
+            )
+        first, tail, source = _SCHEDULES[name]
+    elif coefficients and isinstance(coefficients[0], tuple):
+        first, tail, steps = _floats(coefficients), None, None
+    else:
+        first, (tail,) = (), _floats([coefficients])
     if steps is None:
-        steps = 5 if row.tail is not None else len(row.triples)
-    if steps < 1 or (row.tail is None and steps != len(row.triples)):
-        allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
+        steps = len(first) if tail is None else 5
+    if steps < 1 or (tail is None and steps != len(first)):
+        allowed = f"exactly {len(first)}" if tail is None else "at least one"
         raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
-    tail = () if row.tail is None else (row.tail,) * (steps - len(row.triples))
-    own = _divided(row.triples[:steps], row.safety if safety is None else safety)
-    found = Schedule(name, own + _divided(tail, safety or 1.0), row.source)
+    further = () if tail is None else (tail,) * (steps - len(first))
+    found = Schedule(name, first[:steps] + further, source)
     fault = found.fault
     if fault is not None:
         raise ValueError(
             f"schedule {name!r} {fault}. Singular values up to {_MARGIN} must stay between 0 and {_LARGEST:g} "
-            f"(rounding lifts some above 1). Divide it: shardmuon.schedule(..., safety=1.02).triples, or take 'keller' "
-            "or 'polar_express'"
+            "(rounding lifts some above 1). Divide them by f = 1.02: write (a / f, b / f**3, c / f**5) for each "
+            "(a, b, c), or take 'keller' or 'polar_express'"
         )
     return found
-
-
-def _named(text: str) -> tuple[str, _Published]:
-    name = _ALIASES.get(text.lower(), text.lower())
-    if name not in SCHEDULES:
-        known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
-        raise ValueError(f"{text!r} is not a known schedule: write one of {known}, or the triples themselves")
-    return name, SCHEDULES[name]
-
-
-def _given(values: tuple[Any, ...]) -> tuple[str, _Published]:
-    if values and isinstance(values[0], (tuple, list)):
-        return "custom", _Published(_triples(values), "given by the caller")
-    (one,) = _triples([values])
-    return ("keller", SCHEDULES["keller"]) if one == _KELLER else ("custom", _Published((), "given by the caller", one))
-
-
-def _divided(steps: Triples, factor: float) -> Triples:
-    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
-
-
-def per_step(coefficients: Any, steps: int | None) -> Triples:
-    """Return `schedule(coefficients, steps).triples`. Results are cached, because every optimizer step reads the
-    coefficients of every group."""
-    return _cached(_hashable(coefficients), steps)
-
-
-@lru_cache(maxsize=256)
-def _cached(coefficients: Any, steps: int | None) -> Triples:
-    return schedule(coefficients, steps).triples
 
 
 def _hashable(coefficients: Any) -> Any:
@@ -259,5 +209,5 @@ def _hashable(coefficients: Any) -> Any:
     return tuple(map(_hashable, coefficients)) if isinstance(coefficients, (list, tuple)) else coefficients
 
 
-def _triples(values: Iterable[Sequence[float]]) -> Triples:
+def _floats(values: Iterable[Sequence[float]]) -> Triples:
     return tuple((float(a), float(b), float(c)) for a, b, c in values)

@@ -12,7 +12,7 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import ranks_text
 from shardmuon.layout.pieces import ParamLayout
-from shardmuon.price.machines import DEFAULT, MACHINES, Machine
+from shardmuon.price.machines import MACHINES, Machine
 from shardmuon.texts import table
 
 
@@ -76,7 +76,7 @@ class Policy(NamedTuple):
     """
 
     bucket_bytes: int | None = None
-    machine: Machine = MACHINES[DEFAULT]
+    machine: Machine = MACHINES["h100"]
     each: bool = True
 
 

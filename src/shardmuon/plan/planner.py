@@ -31,21 +31,12 @@ from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
 from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
-_LATE = 1.03  # a rank with more than this multiple of the mean load gives matrices to other ranks
 # Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
 # itself. The next two constants define what is enough.
 _NO_GAIN = 102  # minimum ratio of the time with division to the time without division, in percent
 _LATENCIES = 3  # minimum time that must be saved, in latencies of exchanges between nodes
 _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets that the planner tries
 _TAILS = (1, 2, 4)
-_LEAST_BYTES = 32 * 2**20
-_IN_CACHE = 4 * 2**20  # largest bucket on a CPU, in bytes, whose temporaries stay in the cache
-# By default, a bucket that is not exchanged has at most 1/32 of the bytes of the momentum in fp32, or _LEAST_BYTES if
-# that is more.
-_OF_MOMENTUM = 32
-_NO_DEARER = 102  # limit on the time of a choice that needs less memory, in percent of the shortest time
-_FULL = 3 << 20  # maximum number of elements in the Gram matrices of one batch, see `orthogonalize.batch_size`
-_LAUNCHES = 30  # number of kernel launches in five Newton-Schulz steps
 # Memory traffic of three phases of a step, in bytes per element: that of `foresight.hardware`, if an element takes two
 # bytes on the wire.
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
@@ -96,18 +87,12 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
         return shared
     alone = _cheapest(specs, [each.get(item.key, item) for item in shared.items], policy)
     way, what = shared, "they share the work"
-    if _gains(shared.ns, alone.ns, policy):
+    # Sharing is slightly preferred, because replicas that receive the same results are certain to stay equal.
+    if alone.ns * _NO_GAIN <= shared.ns * 100 and alone.ns + _LATENCIES * policy.machine.across <= shared.ns:
         way, what = alone, "each works for itself"
     replicas = max(len(item.owners) for item in each.values())
     note = f"ranks {ranks_text(ranks)}: {replicas} replicas: {what}, by price ({policy.machine.name})"
     return way._replace(notes=(note, *way.notes))
-
-
-def _gains(shared: int, alone: int, policy: Policy) -> bool:
-    """True if replicas save enough time when each orthogonalizes all matrices itself (`alone`), compared with dividing
-    the matrices among replicas (`shared`), in nanoseconds. Dividing is slightly preferred, because replicas that
-    receive the same results are certain to stay equal."""
-    return alone * _NO_GAIN <= shared * 100 and alone + _LATENCIES * policy.machine.across <= shared
 
 
 # --------------------------------------------------------------------------------------------------------------- owners
@@ -172,7 +157,7 @@ def _hand_on(
         loads[owner] += item.cost
         if _may_go(specs[item.param], item, machine):
             alone[owner].append((item.cost, item.key))
-    late = _LATE * sum(loads.values()) / len(loads)
+    late = 1.03 * sum(loads.values()) / len(loads)  # a rank with more work than this is overloaded
     for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
         mates = [rank for rank in ranks if rank // machine.per_node == node]
         while True:
@@ -281,10 +266,10 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
     """Divide matrices that are not exchanged into buckets. There are as few buckets as the maximum size of a bucket
-    allows. On a CPU, the default maximum is small enough for the cache."""
-    of_momentum = 4 * sum(item.numel for item in share) // _OF_MOMENTUM
-    least = _IN_CACHE if alike.kind == "cpu" else max(_LEAST_BYTES, of_momentum)
-    most = (policy.bucket_bytes or least) // alike.itemsize
+    allows. The default maximum is 4 MiB on a CPU, so that temporaries stay in the cache. On other devices, it is 1/32
+    of the bytes of the momentum in fp32, or 32 MiB if that is more."""
+    default = max(32 * 2**20, 4 * sum(item.numel for item in share) // 32)
+    most = (policy.bucket_bytes or (4 * 2**20 if alike.kind == "cpu" else default)) // alike.itemsize
     return _shares_of(_lines(share), max(1, most), 1)[::-1]
 
 
@@ -301,8 +286,8 @@ def _by_price(
         taken = max(bucket.taken for bucket in buckets)
         for step in (1, -1)[: len(shares)]:  # try both orders of the buckets
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
-    limit = min(ns for *_, ns in found) * _NO_DEARER
-    best = min(option for option in found if option[2] * 100 <= limit)
+    shortest = min(ns for *_, ns in found)
+    best = min(option for option in found if option[2] * 100 <= shortest * 102)  # at most 2% slower
     taken, num, ns = best
     return (
         found[best],
@@ -476,12 +461,13 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     `how`: text that names the compute dtype. `flops`: floating point operations for one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    size = 1 if not machine.launch else min(max(_FULL // short**2, 1), 64)
+    # The Gram matrices of a batch have at most 3 * 2**20 elements, see `orthogonalize.batch_size`.
+    size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.
     # It is estimated as the geometric mean of the two rates, both as a share of the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
-    return size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch)
+    return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)  # five steps launch 30 kernels
 
 
 class _Timed(NamedTuple):
@@ -519,10 +505,10 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     most = max(one.spread for one in matrices)
     if len(kept) >= most.holders * most.replicas:  # every rank owns matrices and does not send its own part of them
         sent -= min(sent, min(kept.values()))
-    gather = relay = None
+    size = itemsize * max(sent, *came.values())
+    gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
+    relay: int | None = None
     copied = 0  # time of copies to the relay's send buffer, in nanoseconds
-    if most.holders > 1:
-        gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
         replicas, near = max(one.spread[2:] for one in matrices)
         size = itemsize * max(relayed, *passed_on.values())
@@ -563,4 +549,4 @@ def _step_ns(buckets: Sequence[_Timed]) -> int:
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]
         for rank in dict.fromkeys(slowest)
     ]
-    return int(max(course.end for course in clock.run(ranks, 0, [0] * len(ranks), 0.5)))
+    return int(max(course.end for course in clock.Course.simulate(ranks, 0, [0] * len(ranks), 0.5)))

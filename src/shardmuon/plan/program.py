@@ -136,6 +136,50 @@ class Program:
     scatter: Wire
     relay: Wire | None
 
+    @classmethod
+    def of(cls, plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
+        """Make the program of one rank for a bucket. `missing`: indices of parameters that are left out because they
+        have no gradient in this step."""
+        numbers = [n for n in bucket.items if plan.items[n].param not in missing]
+        numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
+        items = [plan.items[n] for n in numbers]
+        batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
+        own, ways = list[_Part](), _Ways(list)
+        for item in items:
+            for phase, sender, receiver, part in _results(plan, item, rank):
+                if sender == receiver == rank:
+                    own.append(part)
+                elif rank in (sender, receiver):
+                    ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
+
+        def in_batches(param: int, tile: Tile) -> BufferPlace:
+            """Return the place of a tile of an owned matrix in the buffer of batches."""
+            offset, strides = tile.in_matrix(plan.specs[param].layout.view)
+            return BufferPlace(slots[param, tile.matrix] + offset, strides)
+
+        def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
+            """Make an exchange of results. `before`: tiles that the previous exchange received, some of which must be
+            sent on in this exchange. `kept`: True to include state values of matrices."""
+            sent, out, told = _packed(ways, phase, True, bucket, kept)
+            came, tiles, heard = _packed(ways, phase, False, bucket, kept)
+            owned = [load for load in out if (load.param, load.tile.matrix) in slots]
+            copies = _joined(Copy(one.tile.sizes, one.place, in_batches(one.param, one.tile)) for one in owned)
+            return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
+
+        back, scatter = wire("scatter", kept=False), wire("scatter")
+        # A relay is needed if a matrix has one owner and several replicas.
+        relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
+        return cls(
+            bucket=bucket,
+            rank=rank,
+            batches=tuple(batches),
+            batch_numel=end,
+            own=tuple(Load(param, tile, in_batches(param, tile)) for param, tile, _ in own),
+            gather=back._replace(sent=back.came, came=back.sent),
+            scatter=scatter,
+            relay=wire("relay", scatter.tiles) if relayed else None,
+        )
+
     @property
     def num_owned(self) -> int:
         """Number of matrices that this rank orthogonalizes."""
@@ -147,50 +191,6 @@ _Phase = Literal["scatter", "relay"]
 # (phase, True for sending or False for receiving, rank at the other end) -> parts of results that a rank sends or
 # receives.
 _Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
-
-
-def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-    """Make the program of one rank for a bucket. `missing`: indices of parameters that are left out because they have
-    no gradient in this step."""
-    numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
-    items = [plan.items[n] for n in numbers]
-    batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
-    own, ways = list[_Part](), _Ways(list)
-    for item in items:
-        for phase, sender, receiver, part in _results(plan, item, rank):
-            if sender == receiver == rank:
-                own.append(part)
-            elif rank in (sender, receiver):
-                ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
-
-    def in_batches(param: int, tile: Tile) -> BufferPlace:
-        """Return the place of a tile of an owned matrix in the buffer of batches."""
-        offset, strides = tile.in_matrix(plan.specs[param].layout.view)
-        return BufferPlace(slots[param, tile.matrix] + offset, strides)
-
-    def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-        """Make an exchange of results. `before`: tiles that the previous exchange received, some of which must be sent
-        on in this exchange. `kept`: True to include state values of matrices."""
-        sent, out, told = _packed(ways, phase, True, bucket, kept)
-        came, tiles, heard = _packed(ways, phase, False, bucket, kept)
-        owned = [load for load in out if (load.param, load.tile.matrix) in slots]
-        copies = _joined(Copy(one.tile.sizes, one.place, in_batches(one.param, one.tile)) for one in owned)
-        return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
-
-    back, scatter = wire("scatter", kept=False), wire("scatter")
-    # A relay is needed if a matrix has one owner and several replicas.
-    relayed = any(bucket.exchange and len(i.owners) == 1 and plan.specs[i.param].layout.has_replicas for i in items)
-    return Program(
-        bucket=bucket,
-        rank=rank,
-        batches=tuple(batches),
-        batch_numel=end,
-        own=tuple(Load(param, tile, in_batches(param, tile)) for param, tile, _ in own),
-        gather=back._replace(sent=back.came, came=back.sent),
-        scatter=scatter,
-        relay=wire("relay", scatter.tiles) if relayed else None,
-    )
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
@@ -263,8 +263,9 @@ def _packed(
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
     """Make the copies that move received tiles to their places in the send buffer of the next exchange."""
-    places = {(load.param, load.tile.key): load.place for load in came}
-    found = ((to, places.get((to.param, to.tile.key))) for to in sent)
+    # Matrix, start and sizes identify a tile. `Tile.held`, the location in storage, differs between replicas.
+    places = {(load.param, load.tile[:3]): load.place for load in came}
+    found = ((to, places.get((to.param, to.tile[:3]))) for to in sent)
     return _joined(Copy(to.tile.sizes, place, to.place) for to, place in found if place is not None)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-_BESIDE = 4  # number of later buckets that a rank computes before it waits for a relay, often the longest exchange
+_BESIDE = 4  # number of later buckets that a rank computes before it waits for a relay, which is often long
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
 _Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
@@ -80,7 +80,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Time span of one phase of a bucket on one rank: of a computation, or of an exchange on the rank's links."""
+    """Time span of one phase of a bucket on one rank. A phase is a computation, or an exchange on the rank's links."""
 
     bucket: int
     phase: _Phase
@@ -94,6 +94,16 @@ class _Exchange:
     given: int = 0
     start: float = 0.0
     end: float = 0.0
+
+
+_Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
+# operation -> (exchange for which a rank waits first, phases that the rank then computes and exchanges that it posts)
+_DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
+    "begin": (None, ("pack", "gather", "fill")),
+    "compute": ("gather", ("orthogonalize", "scatter")),
+    "apply": ("scatter", ("apply", "relay")),
+    "finish": ("relay", ("finish",)),
+}
 
 
 @dataclass
@@ -124,7 +134,8 @@ class Course:
         self.links = exchange.start + seconds
 
     def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: _Phase) -> None:
-        """Advance the rank's current time to the end of an exchange. All ranks of the exchange must have posted it."""
+        """Advance the rank's current time to the end of an exchange. All ranks of the exchange must have posted the
+        exchange."""
         self.links = max(self.links, exchange.end)
         late = max(exchange.start, self.end) + (exchange.end - exchange.start)
         end = max(self.end, overlap * exchange.end + (1.0 - overlap) * late)
@@ -132,64 +143,53 @@ class Course:
         self.waited += end - self.end
         self.end = end
 
+    @classmethod
+    def simulate(
+        cls, ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float
+    ) -> list[Course]:
+        """Simulate a step of the optimizer on all ranks.
 
-_Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
-# operation -> (exchange for which a rank waits first, phases that the rank then computes and exchanges that it posts)
-_DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
-    "begin": (None, ("pack", "gather", "fill")),
-    "compute": ("gather", ("orthogonalize", "scatter")),
-    "apply": ("scatter", ("apply", "relay")),
-    "finish": ("relay", ("finish",)),
-}
+        Args:
+            ranks: For each rank, the times of its buckets, in the plan's order.
+            first: Seconds that every rank spends on host work and on the vote before its first bucket.
+            last: For each rank, seconds that it spends on AdamW after its last bucket.
+            overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
 
+        Returns:
+            The timeline of each rank.
+        """
+        members = Counter(work.key for works in ranks for work in works)
+        exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
+        courses = [cls(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
+        runs = [course.run(works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
+        awaited = dict.fromkeys(runs, _Exchange(0))  # simulation of a rank -> the exchange for which it waits
+        while awaited:
+            ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
+            # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not
+            # exchange data with each other in a real step, so let the first rank continue without waiting.
+            for run in ready or list(awaited)[:1]:
+                exchange = next(run, None)
+                if exchange is None:
+                    del awaited[run]
+                else:
+                    awaited[run] = exchange
+        for course, seconds in zip(courses, last, strict=True):
+            course.spend(-1, "adamw", seconds)
+            course.events.sort(key=lambda e: (e.start, e.end))
+        return courses
 
-def run(ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
-    """Simulate a step of the optimizer on all ranks.
-
-    Args:
-        ranks: For each rank, the times of its buckets, in the plan's order.
-        first: Seconds that every rank spends on host work and on the vote before its first bucket.
-        last: For each rank, seconds that it spends on AdamW after its last bucket.
-        overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
-
-    Returns:
-        The timeline of each rank.
-    """
-    members = Counter(work.key for works in ranks for work in works)
-    exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
-    courses = [Course(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
-    runs = [_simulated(course, works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-    awaited = dict.fromkeys(runs, _Exchange(0))  # simulation of a rank -> the exchange for which it waits
-    while awaited:
-        ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-        # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not exchange
-        # data with each other in a real step, so let the first rank continue without waiting.
-        for run in ready or list(awaited)[:1]:
-            exchange = next(run, None)
-            if exchange is None:
-                del awaited[run]
-            else:
-                awaited[run] = exchange
-    for course, seconds in zip(courses, last, strict=True):
-        course.spend(-1, "adamw", seconds)
-        course.events.sort(key=lambda e: (e.start, e.end))
-    return courses
-
-
-def _simulated(
-    course: Course, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float
-) -> Iterator[_Exchange]:
-    """Simulate one rank's step. Yields each exchange for which the rank has to wait, just before the wait."""
-    for turn, bucket in turns([work.relay is not None for work in works]):
-        work = works[bucket]
-        awaited, does = _DOES[turn]
-        if awaited is not None and work.key is not None and getattr(work, awaited) is not None:
-            exchange = exchanges[work.key, awaited]
-            yield exchange
-            course.wait(exchange, overlap, bucket, awaited)
-        for phase in does:
-            seconds = getattr(work, phase)
-            if phase not in _EXCHANGES:
-                course.spend(bucket, phase, seconds)
-            elif work.key is not None and seconds is not None:
-                course.give(exchanges[work.key, phase], seconds)
+    def run(self, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
+        """Simulate this rank's buckets. Yields each exchange for which the rank has to wait, just before the wait."""
+        for turn, bucket in turns([work.relay is not None for work in works]):
+            work = works[bucket]
+            awaited, does = _DOES[turn]
+            if awaited is not None and work.key is not None and getattr(work, awaited) is not None:
+                exchange = exchanges[work.key, awaited]
+                yield exchange
+                self.wait(exchange, overlap, bucket, awaited)
+            for phase in does:
+                seconds = getattr(work, phase)
+                if phase not in _EXCHANGES:
+                    self.spend(bucket, phase, seconds)
+                elif work.key is not None and seconds is not None:
+                    self.give(exchanges[work.key, phase], seconds)

@@ -46,12 +46,25 @@ class Machine(NamedTuple):
         found = (share for side, share in zip(_SIDES, self.shares, strict=True) if volume <= side**3)
         return next(found, self.shares[-1])
 
+    @staticmethod
+    def slowest(stamps: Iterable[str]) -> Machine:
+        """Return the rates of the slowest machine in a job, because the other ranks wait for it in exchanges.
+
+        An unknown accelerator gets the rates of an H100, and a name that says so.
+
+        Args:
+            stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If there are none, the rates of
+                a CPU are returned.
+        """
+        found = dict.fromkeys(map(_of_stamp, stamps))
+        return min(found, key=lambda one: (one.half, one.network, one.name), default=MACHINES["cpu-gloo"])
+
 
 # For each entry of `Machine.shares`, the largest short side to which it applies. The last entry has no upper limit.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# For each machine, all attributes of `Machine` after `shares`. They are derived from the middle values in the hardware
-# files of `shardmuon.foresight`; a test checks that the two agree.
+# For each machine, all attributes of `Machine` after `shares`. The numbers are derived from the middle values in
+# the hardware files of `shardmuon.foresight`, and a test compares the numbers with the files.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
@@ -71,26 +84,12 @@ _SHARES = {
     "mi300x": (32, 32, 32, 77, 187, 354, 439),
 }
 MACHINES = {name: Machine(name, _SHARES[name], *rates) for name, rates in _RATES.items()}
-DEFAULT = "h100"  # machine whose rates apply to unknown accelerators
 
 
-def machine_of(stamps: Iterable[str]) -> Machine:
-    """Return the rates of the slowest machine in a job, because the other ranks wait for it in exchanges.
-
-    An unknown accelerator gets the rates of the machine `DEFAULT`, and a name that mentions this.
-
-    Args:
-        stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If there are none, the rates of a
-            CPU are returned.
-    """
-    found = dict.fromkeys(map(_row, stamps))
-    return min(found, key=lambda row: (row.half, row.network, row.name), default=MACHINES["cpu-gloo"])
-
-
-def _row(stamp: str) -> Machine:
+def _of_stamp(stamp: str) -> Machine:
     device, _, rest = stamp.partition(",")
     if "sm_" not in rest:
         return MACHINES["cpu-gloo"]
     known = (name for name in sorted(MACHINES, key=len, reverse=True) if name.upper() in device.upper())
     name = next(known, None)
-    return MACHINES[DEFAULT]._replace(name=f"{device}, unknown: as {DEFAULT}") if name is None else MACHINES[name]
+    return MACHINES["h100"]._replace(name=f"{device}, unknown: as h100") if name is None else MACHINES[name]

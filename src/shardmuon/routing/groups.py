@@ -6,7 +6,7 @@ groups, their order and the table follow from the model's structure. So all data
 without communication, whether the model is already sharded or not.
 
 [Note: output heads]
-    An output head turns features into one number per vocabulary entry, so each of its rows belongs to one entry, as in
+    An output head maps features to one number per vocabulary entry, so each of its rows belongs to one entry, as in
     an embedding. Nothing in torch marks heads, so these rules apply in order:
     1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
        `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
@@ -14,7 +14,7 @@ without communication, whether the model is already sharded or not.
     2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer has V inputs,
        no norm or embedding has width V). Then a linear layer with V rows outputs logits, and is a head. If
        `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
-       vocabularies. Within a repeated block, the rule holds only for the block's last matrix: in a byte-level model
+       vocabularies. Within a repeated block, this rule applies only to the block's last matrix: in a byte-level model
        with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
     3. If the model names no head and rules 1 and 2 find none, V can also be a width of the model, such as 256 in a
        byte-level model of width 256. The head is then the last linear layer with V rows outside of the repeated blocks.
@@ -25,7 +25,6 @@ without communication, whether the model is already sharded or not.
 
 from __future__ import annotations
 
-import difflib
 import math
 import warnings
 from collections import Counter
@@ -45,7 +44,6 @@ from shardmuon.options import (
     ELSEWHERE,
     GROUP_OPTIONS,
     ONLY_MUON,
-    PLACE_OPTIONS,
     VIEW_DEFAULTS,
     check_hyperparameters,
     given_lr,
@@ -53,7 +51,7 @@ from shardmuon.options import (
     refuse_sets,
 )
 from shardmuon.routing.presets import Role, numbers_out
-from shardmuon.routing.roles import Place, by, find_places, is_table, logical_shape, num_text, role_of
+from shardmuon.routing.roles import Place, Placed, by, num_text
 from shardmuon.texts import did_you_mean, listed, table
 
 _Pattern = str | Callable[[str, Tensor, nn.Module], bool]
@@ -81,7 +79,7 @@ class RoutingRow:
 
 class ParamGroups(list[dict[str, Any]]):
     """List of parameter groups, which are dicts as torch's optimizers take them. Muon's groups come first. `str()`
-    returns the routing table.
+    returns the routing table, in which rows that differ only in the numbers in parameter names share one line.
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
@@ -97,26 +95,15 @@ class ParamGroups(list[dict[str, Any]]):
         self.matched = matched
 
     def __str__(self) -> str:
-        return self._text(self.rows)
-
-    def summary(self) -> str:
-        """Return a short routing table. Rows that differ only in the numbers in parameter names share one line."""
         alike: dict[RoutingRow, list[str]] = {}
         for row in self.rows:
             alike.setdefault(replace(row, name=numbers_out(row.name)), []).append(row.name)
-        rows = [
-            replace(row, name=names[0] if len(names) == 1 else f"{row.name} ({len(names)})")
-            for row, names in alike.items()
-        ]
-        return self._text(rows)
-
-    def _text(self, shown: Iterable[RoutingRow]) -> str:
-        """Format the rows in `shown` as a text table, followed by totals over all rows of the routing table."""
         cells = [("name", "shape", "matrices", "optimizer", "reason")]
-        for row in shown:
+        for row, names in alike.items():
             counts = Counter(row.matrices).items()
             sizes = ", ".join(f"{count} of {by(size)}" for size, count in counts) or "-"
-            cells.append((row.name, by(row.shape), sizes, row.optimizer, row.reason))
+            name = names[0] if len(names) == 1 else f"{row.name} ({len(names)})"
+            cells.append((name, by(row.shape), sizes, row.optimizer, row.reason))
         lines = [f"{table(cells)}\n"]
         for optimizer in ("Muon", "AdamW", "frozen"):
             rows = [row for row in self.rows if row.optimizer == optimizer]
@@ -129,6 +116,50 @@ class ParamGroups(list[dict[str, Any]]):
                 f"AdamW's lr is {self.matched:.3g} times Muon's, to make its updates as large (no adamw_lr was given)"
             )
         return "\n".join(lines)
+
+    @staticmethod
+    def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        """Make parameter groups from a module with `shardmuon.param_groups`; return anything else unchanged.
+
+        Args:
+            params: The optimizer's first argument: a module, parameters or groups.
+            defaults: The optimizer's options.
+            given: Options that only `param_groups` takes, such as `overrides`. Options that are None count as not
+                given.
+
+        Raises:
+            TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
+                effect.
+            ValueError: `param_groups` chose AdamW's lr for a learning-rate scale that differs from the optimizer's
+                scale.
+        """
+        given = {key: value for key, value in given.items() if value is not None}
+        if isinstance(params, nn.Module):
+            own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
+            groups, lr = param_groups(params, **own, **given), own["lr"]
+            # With the default scale, matrices would train far too slowly at an lr below 2e-3. Such an lr is typical of
+            # AdamW.
+            if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
+                warnings.warn(
+                    f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
+                    'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if '
+                    'it is meant, write adjust_lr_fn="original"',
+                    stacklevel=3,
+                )
+            return groups
+        for key in given:
+            raise TypeError(
+                f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
+                f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
+            )
+        if getattr(params, "matched", None) not in (None, 1.0):
+            scale, missing = defaults["adjust_lr_fn"], any(g["use_muon"] and "adjust_lr_fn" not in g for g in params)
+            if scale not in (None, "original") and missing:
+                raise ValueError(
+                    f"adjust_lr_fn={scale!r} was given to Muon, but param_groups matched AdamW's lr to the default "
+                    "scale of the matrices' updates. Give adjust_lr_fn to param_groups, or give it adamw_lr"
+                )
+        return params
 
 
 def param_groups(
@@ -190,13 +221,13 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
-            "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
+            f"param_groups needs the model, found {type(model).__name__}: whether a parameter is an embedding, a "
+            "head, a convolution or a matrix follows from its module. Pass the module itself"
         )
     place = {} if tp_group is None else {"tp_group": GroupRef.of(tp_group, "tp_group")}
     scale = {} if adjust_lr_fn is None else {"adjust_lr_fn": adjust_lr_fn}
     both: dict[str, Any] = {**place, "lr": given_lr("param_groups", lr), "weight_decay": weight_decay}
-    weights, doubts = _route(model, parse_overrides(overrides), place.get("tp_group"))
+    weights, doubts = _route(model, Rule.parse(overrides), place.get("tp_group"))
     trained = [w for w in weights if w.param.requires_grad]
     if not trained:
         raise ValueError(
@@ -222,7 +253,7 @@ def param_groups(
     for w in trained:
         if not w.use_muon:
             still = {} if len(w.shape) > 1 and w.role.decays else {"weight_decay": 0.0}
-            w.options = {"use_muon": False, **both, "lr": adamw_lr, **still, **w.given}
+            w.options = {"use_muon": False, **both, "lr": adamw_lr, **still, **w.rule.options}
         key = tuple((name, id(v) if isinstance(v, Tensor) else repr(v)) for name, v in sorted(w.options.items()))
         group = groups.setdefault(key, {"params": [], "param_names": [], **w.options})
         group["params"].append(w.param)
@@ -246,53 +277,8 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
     # AdamW's updates have a root mean square of 0.2 times its lr, see docs/learning_rate.md. Rounding to six digits
-    # turns results that are 1 except for rounding errors into exactly 1.
+    # makes results that are 1 except for rounding errors exactly 1.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
-
-
-# --------------------------------------------------------------------------------------------------------- Muon(model)
-
-
-def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """Make parameter groups from a module with `shardmuon.param_groups`; return anything else unchanged.
-
-    Args:
-        params: The optimizer's first argument: a module, parameters or groups.
-        defaults: The optimizer's options.
-        given: Options that only `param_groups` takes, such as `overrides`. Options that are None count as not given.
-
-    Raises:
-        TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
-            effect.
-        ValueError: `param_groups` chose AdamW's lr for a learning-rate scale that differs from the optimizer's scale.
-    """
-    given = {key: value for key, value in given.items() if value is not None}
-    if isinstance(params, nn.Module):
-        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
-        groups, lr = param_groups(params, **own, **given), own["lr"]
-        # With the default scale, matrices would train far too slowly at an lr below 2e-3. Such an lr is typical of
-        # AdamW.
-        if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
-            warnings.warn(
-                f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
-                'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if it '
-                'is meant, write adjust_lr_fn="original"',
-                stacklevel=3,
-            )
-        return groups
-    for key in given:
-        raise TypeError(
-            f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
-            f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
-        )
-    if getattr(params, "matched", None) not in (None, 1.0):
-        scale, missing = defaults["adjust_lr_fn"], any(g["use_muon"] and "adjust_lr_fn" not in g for g in params)
-        if scale not in (None, "original") and missing:
-            raise ValueError(
-                f"adjust_lr_fn={scale!r} was given to Muon, but param_groups matched AdamW's lr to the default scale "
-                "of the matrices' updates. Give adjust_lr_fn to param_groups, or give it adamw_lr"
-            )
-    return params
 
 
 # ------------------------------------------------------------------------------------------------------- overrides
@@ -321,38 +307,38 @@ class Rule(NamedTuple):
         """True if the pattern matches a parameter with this name in this module."""
         return fnmatchcase(name, self.pattern) if isinstance(self.pattern, str) else self.pattern(name, param, module)
 
+    @classmethod
+    def parse(cls, overrides: Overrides | None) -> list[Rule]:
+        """Check a user's overrides and convert them to rules.
 
-def parse_overrides(overrides: Overrides | None) -> list[Rule]:
-    """Check a user's overrides and convert them to rules.
-
-    Raises:
-        TypeError: The overrides are not pairs, or they are in a set, which has no order.
-        ValueError: A choice is not "muon", "adamw" or a dict, or names a group option that does not exist.
-    """
-    refuse_sets("overrides, of which the first that matches wins,", overrides, "a dict, or a list of pairs")
-    pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
-    rules = []
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
-            raise TypeError(
-                f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
-                'Write overrides={"*.qkv.weight": {"split_sizes": 8}}'
-            )
-        pattern, choice = pair
-        label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
-        options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
-        if not isinstance(options, Mapping):
-            raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
-        unknown = next((key for key in options if key not in GROUP_OPTIONS), None)
-        if unknown in ELSEWHERE:
-            raise ValueError(f"override {label}: {unknown} {ELSEWHERE[unknown]}")
-        if unknown is not None:
-            raise ValueError(
-                f"override {label}: there is no group option {unknown!r}{did_you_mean(unknown, GROUP_OPTIONS)}. "
-                f"Allowed: {', '.join(GROUP_OPTIONS)}"
-            )
-        rules.append(Rule(pattern, label, dict(options)))
-    return rules
+        Raises:
+            TypeError: The overrides are not pairs, or they are in a set, which has no order.
+            ValueError: A choice is not "muon", "adamw" or a dict, or names a group option that does not exist.
+        """
+        refuse_sets("overrides, of which the first that matches wins,", overrides, "a dict, or a list of pairs")
+        pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+        rules = []
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
+                raise TypeError(
+                    f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
+                    'Write overrides={"*.qkv.weight": {"split_sizes": 8}}'
+                )
+            pattern, choice = pair
+            label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+            options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
+            if not isinstance(options, Mapping):
+                raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
+            for key in options:
+                if key in ELSEWHERE:
+                    raise ValueError(f"override {label}: {key} {ELSEWHERE[key]}")
+                if key not in GROUP_OPTIONS:
+                    raise ValueError(
+                        f"override {label}: there is no group option {key!r}{did_you_mean(key, GROUP_OPTIONS)}. "
+                        f"Allowed: {', '.join(GROUP_OPTIONS)}"
+                    )
+            rules.append(cls(pattern, label, dict(options)))
+        return rules
 
 
 # ------------------------------------------------------------------------------------------------------- routing
@@ -364,7 +350,7 @@ class _RoutedParam:
 
     Attributes:
         param, places, shape, role: The parameter, its places in the model, its global shape and its role.
-        override, given: Label of the matching override ("" if none matches), and the options that this override sets.
+        rule: The override that applies; a rule without label and options if none matches.
         settled: The user's choice of `use_muon`, made by an override or as attribute `p.use_muon`; None if the user
             made no choice.
         use_muon, reason: True for Muon, False for AdamW; and the reason for the choice.
@@ -376,8 +362,7 @@ class _RoutedParam:
     places: tuple[Place, ...]
     shape: Ints
     role: Role
-    override: str
-    given: Mapping[str, Any]
+    rule: Rule
     settled: bool | None
     use_muon: bool = False
     reason: str = ""
@@ -404,71 +389,70 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     Returns:
         All parameters in model order, each of them once; and a list with a warning for each choice that may be wrong.
     """
-    found = find_places(model)
+    found = Placed.all_in(model)
     for rule in rules:
         if not any(rule.matches(*one) for one in found):
             names = [place.name for _, places in found for place in places]
-            close = ", ".join(difflib.get_close_matches(str(rule.pattern), names, n=3, cutoff=0.5))
             raise ValueError(
-                f"override {rule.label} matches none of the model's {len(names)} parameter names."
-                + (f" Close: {close}." if close else "")
-                + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
+                f"override {rule.label} matches none of the model's {len(names)} parameter names"
+                f"{did_you_mean(str(rule.pattern), names, cutoff=0.5)}. A pattern is a glob over the whole name, such "
+                "as '*.attn.qkv.weight'"
             )
-    weights = [_weight(*one, rules, tp_group) for one in found]
+    weights = [_weight(one, rules, tp_group) for one in found]
     experts = _find_experts(weights)
     heads, doubts = _find_heads(model, weights)
     for w in weights:
         w.use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
         w.reason = experts.get(w.name) or heads.get(w.name) or w.role.reason
-        if w.override:
-            w.reason = f"{'' if 'use_muon' in w.given else f'{w.reason}, '}override {w.override}"
+        if w.rule.label:
+            w.reason = f"{'' if 'use_muon' in w.rule.options else f'{w.reason}, '}override {w.rule.label}"
         elif w.settled is not None:
             w.reason = "p.use_muon"
         elif w.use_muon and w.role.remark:
             w.reason += f", {w.role.remark}"
         if not w.param.requires_grad:
             w.reason = "requires_grad is False"
-    read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.given.keys()]
+    read = [w.name for w in weights if VIEW_DEFAULTS.keys() & w.rule.options.keys()]
     return weights, doubts + _doubts_of(weights, {*read, *heads, *experts})
 
 
-def _weight(param: Tensor, places: tuple[Place, ...], rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
+def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
     """Determine the role of a parameter, and the override or attribute `use_muon` that applies to it."""
+    param, places = placed
     name = places[0].name
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
     given = rule.options
-    lies = {"tp_group": tp_group} | {key: given[key] for key in PLACE_OPTIONS if key in given}
     with about(name):
-        lies["tp_group"] = GroupRef.of(lies["tp_group"], "tp_group")
+        ref = GroupRef.of(given.get("tp_group", tp_group), "tp_group")
         if "tp_group" not in given:
             check_expert(param, {**given, "tp_group": tp_group}, ["tp_group"])
-    shape, problem = logical_shape(param, places[0].module, lies)
+    shape, problem = placed.shape({"process_group": given.get("process_group"), "tp_group": ref})
     if problem:
         role = Role("unknown", problem)
     elif getattr(param, "is_embedding_or_output_parameter", False):  # set by Megatron on pipeline stages
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
-        role = role_of(places, shape)
+        role = placed.role(shape)
     settled = given.get("use_muon", getattr(param, "use_muon", None))  # DeepSpeed sets the same attribute
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
-    return _RoutedParam(param, places, shape, role, rule.label, given, settled)
+    return _RoutedParam(param, places, shape, role, rule, settled)
 
 
 def _check_usable(w: _RoutedParam) -> None:
     """Raise ValueError if a parameter cannot be read as matrices, or if an override sets options of Muon for a
     parameter that is assigned to AdamW, or the reverse."""
     unclear = w.role.kind == "unclear"
-    says_how = unclear and w.settled and "view" in w.given
+    says_how = unclear and w.settled and "view" in w.rule.options
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
         flatten = f', or {{"{w.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix' if unclear else ""
         raise ValueError(f'{w.name} {w.role.reason}. Or choose: overrides={{"{w.name}": "adamw"}}{flatten}')
-    wrong = sorted(w.given.keys() & (ADAMW_DEFAULTS.keys() if w.use_muon else ONLY_MUON))
+    wrong = sorted(w.rule.options.keys() & (ADAMW_DEFAULTS.keys() if w.use_muon else ONLY_MUON))
     if wrong:
         here, there = ("Muon", "AdamW") if w.use_muon else ("AdamW", "Muon")
         raise ValueError(
-            f"{w.name}: override {w.override} sets {wrong[0]}={w.given[wrong[0]]!r}, an option of {there}, but "
-            f"the parameter goes to {here} ({w.reason}). Narrow the pattern, or add "
+            f"{w.name}: override {w.rule.label} sets {wrong[0]}={w.rule.options[wrong[0]]!r}, an option of {there}, "
+            f"but the parameter goes to {here} ({w.reason}). Narrow the pattern, or add "
             f'"use_muon": {not w.use_muon}'
         )
 
@@ -476,16 +460,16 @@ def _check_usable(w: _RoutedParam) -> None:
 def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """Return the group options of a parameter that is assigned to Muon, and (rows, cols) of each of its matrices.
     Errors raised in this function name the parameter."""
-    view = {**VIEW_DEFAULTS, **w.role.view}
+    view, options = {**VIEW_DEFAULTS, **w.role.view}, w.rule.options
     splits = ("split_sizes", "split_groups")
-    if any(key in w.given for key in splits):  # the user's splits replace the splits of the preset
+    if any(key in options for key in splits):  # the user's splits replace the splits of the preset
         view |= {key: VIEW_DEFAULTS[key] for key in splits}
-    view |= {key: w.given[key] for key in VIEW_DEFAULTS if key in w.given}
+    view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
     if isinstance(view["split_sizes"], list):  # groups compare the printed form of options
         view["split_sizes"] = tuple(view["split_sizes"])
-    given = {key: value for key, value in w.given.items() if key not in VIEW_DEFAULTS}
+    given = {key: value for key, value in options.items() if key not in VIEW_DEFAULTS}
     changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
     return {**muon, **given, **changed}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
 
@@ -572,7 +556,7 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
 
 def _is_tied(table: _RoutedParam) -> bool:
     """True if an embedding's weight is shared with a module that is not an embedding."""
-    return not all(is_table(place.module) for place in table.places)
+    return not all(place.is_table for place in table.places)
 
 
 def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, str]:
@@ -681,7 +665,7 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- warnings
 
-_UNKNOWN = ", of which no rule knows what it is. It went to Muon as"
+_UNKNOWN = ", which no rule recognizes. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
 # For each kind of parameter that is recognized by shape alone, three parts of a warning: what the parameter may be and
 # which optimizer gets it; the override that confirms this choice; and the overrides for the alternatives.

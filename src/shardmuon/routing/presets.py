@@ -1,6 +1,6 @@
 """Table of the weights of well-known module types. This module imports no framework.
 
-[Note: what a type says]
+[Note: facts that follow from a type]
     The type and the size attributes of a framework's module show facts that the model's structure does not show: that
     rows are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched
     by class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other
@@ -12,8 +12,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -67,6 +66,33 @@ class Role:
         """True if Muon gets the parameter by default, because it consists of one or more matrices that map inputs to
         outputs."""
         return self.kind in ("linear", "matrices", "bare", "stack")
+
+    @classmethod
+    def of_known_type(cls, owners: Sequence[tuple[str, nn.Module]], shape: Ints) -> Role | None:
+        """Look up a parameter in the preset table. Entries for outer modules take precedence over entries for inner
+        modules.
+
+        Args:
+            owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost
+                first.
+            shape: The parameter's global shape.
+
+        Returns:
+            The parameter's role; None if the table has no matching entry.
+        """
+        for below, module in reversed(owners):
+            for preset in _of_type(cast(Hashable, type(module))):
+                if not fnmatchcase(below, preset.weight) or not all(hasattr(module, name) for name in preset.has):
+                    continue
+                try:
+                    view = preset.view(module, shape)
+                    if preset.kind in ("matrices", "linear"):
+                        matrix_view(shape, **view)
+                except (AttributeError, LookupError, TypeError, ValueError):
+                    continue  # the module has a different version, or is an unrelated class with this name
+                inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
+                return cls(preset.kind, preset.what, view, inputs, preset.decays)
+        return None
 
 
 @dataclass(frozen=True)
@@ -270,32 +296,6 @@ _PRESETS: tuple[_Preset, ...] = (
 )
 
 
-def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Role | None:
-    """Look up a parameter in the preset table. Entries for outer modules take precedence over entries for inner
-    modules.
-
-    Args:
-        owners: (the parameter's name relative to the module, the module) for each enclosing module, innermost first.
-        shape: The parameter's global shape.
-
-    Returns:
-        The parameter's role; None if the table has no matching entry.
-    """
-    for below, module in reversed(list(owners)):
-        for preset in _of_type(cast(Hashable, type(module))):
-            if not fnmatchcase(below, preset.weight) or not all(hasattr(module, name) for name in preset.has):
-                continue
-            try:
-                view = preset.view(module, shape)
-                if preset.kind in ("matrices", "linear"):
-                    matrix_view(shape, **view)
-            except (AttributeError, LookupError, TypeError, ValueError):
-                continue  # the module has a different version, or is an unrelated class with this name
-            inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
-            return Role(preset.kind, preset.what, view, inputs, preset.decays)
-    return None
-
-
 @lru_cache(maxsize=4096)
 def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
     mro = cast(type, kind).__mro__
@@ -303,25 +303,7 @@ def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
     return tuple(p for p in _PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
 
 
-# Patterns of names that often mean a fused weight, with its parts in order. A match only adds a remark to the routing
-# table.
-_HINTS = (
-    (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
-    (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
-    (re.compile(r"Wi"), "gate up"),  # in ModernBERT; case matters, since T5's wi is one matrix
-    (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
-    (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
-)
-
-
 def numbers_out(name: str) -> str:
     """Replace the numeric parts of a parameter's name by "*". The result is a glob for the same weight in all
     layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def fused_parts(name: str) -> tuple[str, ...] | None:
-    """Return the fused parts that a weight's name suggests, in order. The result is () if the name suggests fused parts
-    but not which parts, and None if it suggests no fused parts."""
-    word = name.removesuffix(".weight").rpartition(".")[2]
-    return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)

@@ -8,6 +8,7 @@ types, presets.py adds details. After the roles are known, groups.py finds outpu
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,10 +19,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon.errors import about
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import AUTOTP_GROUP
-from shardmuon.layout.engines.fsdp1 import UnitPlace, refuse_flat
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, matrix_view
-from shardmuon.routing.presets import Role, find_preset, fused_parts, numbers_out
+from shardmuon.routing.presets import Role, numbers_out
 
 _Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
 # `_KEEP` lists the attributes in which torch.compile, FSDP1 and activation checkpointing store the wrapped module.
@@ -32,6 +32,16 @@ _KEEP_AS_MODULE = {
     *("DistributedDataParallel", "DataParallel"),
     *("MegatronFSDP", "FullyShardedDataParallel", "Float16Module"),
 }
+
+# Patterns of names that often mean a fused weight, with its parts in order. A match only adds a remark to the routing
+# table.
+_HINTS = (
+    (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
+    (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
+    (re.compile(r"Wi"), "gate up"),  # in ModernBERT; case matters, since T5's wi is one matrix
+    (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
+    (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
+)
 
 
 class Place(NamedTuple):
@@ -56,35 +66,105 @@ class Place(NamedTuple):
         return self.owners[0][1]
 
     @property
+    def is_table(self) -> bool:
+        """True if the module looks up rows of its weight, like an embedding or a codebook. Such modules have integer
+        attributes `num_embeddings` and `embedding_dim`."""
+        sizes = ("num_embeddings", "embedding_dim")
+        return all(isinstance(getattr(self.module, size, None), int) for size in sizes)
+
+    @property
+    def fused_parts(self) -> tuple[str, ...] | None:
+        """The fused parts that the weight's name suggests, in order: () if the name suggests fused parts but not which
+        parts, None if it suggests no fused parts."""
+        word = self.name.removesuffix(".weight").rpartition(".")[2]
+        return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
+
+    @property
     def paths(self) -> list[tuple[str, nn.Module]]:
         """List of (name, module) for each enclosing module except the model itself, outermost first."""
         return [(self.name.removesuffix(f".{below}"), module) for below, module in self.owners[-2::-1]]
 
 
-# ------------------------------------------------------------------------------------------- places of parameters
+class Placed(NamedTuple):
+    """A parameter and all places at which a model contains it, in model order."""
 
+    param: Tensor
+    places: tuple[Place, ...]
 
-def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
-    """List every parameter once, in model order, with all places at which the model contains the parameter.
+    @classmethod
+    def all_in(cls, model: nn.Module) -> list[Placed]:
+        """List every parameter of a model once, in model order.
 
-    Raises:
-        ValueError: FSDP1 has replaced the model's parameters by flat parameters.
-    """
-    walked = list(_walk(model, ""))
-    modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
-    UnitPlace.learn(module for _, module in walked)
-    members = [(*one, leaf, p) for one in walked for leaf, p in one[1]._parameters.items() if p is not None]
-    for order, (prefix, module, leaf, param) in enumerate(members):
-        name = prefix + leaf
-        with about(name):
-            refuse_flat(param)
-        parts = prefix.split(".")[:-1]
-        if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
-            *parts, _, leaf = parts
-        above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
-        owners = tuple((name.removeprefix(at), modules[at]) for at in above)
-        found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
-    return [(param, tuple(places)) for param, places in found.values()]
+        Raises:
+            ValueError: FSDP1 has replaced the model's parameters by flat parameters.
+        """
+        walked = list(_walk(model, ""))
+        modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
+        UnitPlace.learn(module for _, module in walked)
+        members = [(*one, leaf, p) for one in walked for leaf, p in one[1]._parameters.items() if p is not None]
+        for order, (prefix, module, leaf, param) in enumerate(members):
+            name = prefix + leaf
+            with about(name):
+                UnitPlace.refuse_flat(param)
+            parts = prefix.split(".")[:-1]
+            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of X
+                *parts, _, leaf = parts
+            above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
+            owners = tuple((name.removeprefix(at), modules[at]) for at in above)
+            found.setdefault(id(param), (param, []))[1].append(Place(order, name, leaf, owners))
+        return [cls(param, tuple(places)) for param, places in found.values()]
+
+    def shape(self, options: Mapping[str, Any]) -> tuple[Ints, str]:
+        """Return the global shape of the parameter, and an error message if the shape is unknown (otherwise "").
+        `options` contains the group options that describe how plain tensors are sharded, such as `tp_group`. All shards
+        of a plain tensor are assumed to have the same size.
+        """
+        param, module = self.param, self.places[0].module
+        if is_lazy(param):
+            return (), "is not initialized yet. Run one forward pass, then build the groups"
+        try:
+            engine = engine_for(param, options)
+            shape = engine.shape(param)
+        except ValueError as wrong:
+            return tuple(param.shape), f"has an unknown shape: {wrong}"
+        if 0 in shape:
+            return shape, (
+                f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
+                "shape is unknown. Build the groups before wrapping the model"
+            )
+        # a Megatron layer whose `output_size` equals its `output_size_per_partition` has unsharded parameters
+        parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
+        is_whole = bool(parts) and all(
+            getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
+        )
+        if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
+            return shape, (
+                f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
+                "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group (of DeepSpeed's "
+                "AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group())"
+            )
+        return shape, ""
+
+    def role(self, shape: Ints) -> Role:
+        """Determine the role of the parameter, whose global shape is `shape`, from all modules that contain it. The
+        order of these modules does not affect which optimizer gets the parameter."""
+        places, roles = self.places, [_role_at(place, shape) for place in self.places]
+        tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]
+        others = ", ".join(place.name for place in places[1:])
+        if tables:
+            reason = f"tied to embedding {tables[0].name}"
+            if tables[0] is places[0]:
+                reason = f"embedding, tied to {others}" if others else "embedding"
+            return Role("embedding", reason, reads=shape[1:])
+        # Roles from modules of known types take precedence over roles from modules that only refer to the parameter.
+        known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
+        first = known[0]
+        if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
+            found = ", ".join(f"{place.name} ({role.reason})" for place, role in zip(places, roles, strict=True))
+            return Role("unclear", f"is shared by modules that read it differently: {found}")
+        if not others or first.kind in ("unclear", "unknown"):
+            return first
+        return replace(first, reason=f"{first.reason}, shared with {others}")
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -98,65 +178,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(child, prefix if wraps else f"{prefix}{key}.")
 
 
-# ---------------------------------------------------------------------------------------------------- logical shape
-
-
-def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Ints, str]:
-    """Return the global shape of a parameter, and an error message if the shape is unknown (otherwise ""). `place`
-    contains the group options that describe how plain tensors are sharded, such as `tp_group`. All shards of a plain
-    tensor are assumed to have the same size.
-    """
-    if is_lazy(param):
-        return (), "is not initialized yet. Run one forward pass, then build the groups"
-    try:
-        engine = engine_for(param, place or {})
-        shape = engine.shape(param)
-    except ValueError as wrong:
-        return tuple(param.shape), f"has an unknown shape: {wrong}"
-    if 0 in shape:
-        return shape, (
-            f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
-            "shape is unknown. Build the groups before wrapping the model"
-        )
-    # a Megatron layer whose `output_size` equals its `output_size_per_partition` holds whole parameters
-    parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
-    is_whole = bool(parts) and all(
-        getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
-    )
-    if type(engine) is Engine and getattr(param, "tensor_model_parallel", False) and not is_whole:
-        return shape, (
-            f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
-            f"unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group ({AUTOTP_GROUP})"
-        )
-    return shape, ""
-
-
-# --------------------------------------------------------------------------------------------------------- roles
-
-
-def role_of(
-    places: Sequence[Place],
-    shape: Ints,  # global shape of the parameter
-) -> Role:
-    """Determine the role of a parameter from all modules that contain it. The order of these modules does not affect
-    which optimizer gets the parameter."""
-    roles = [_role_at(place, shape) for place in places]
-    tables = [place for place, role in zip(places, roles, strict=True) if role.kind == "embedding"]
-    others = ", ".join(place.name for place in places[1:])
-    if tables:
-        reason = f"tied to embedding {tables[0].name}"
-        if tables[0] is places[0]:
-            reason = f"embedding, tied to {others}" if others else "embedding"
-        return Role("embedding", reason, reads=shape[1:])
-    # A module of a known type tells more about a parameter than a module that merely holds a reference to it.
-    known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
-    first = known[0]
-    if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
-        found = ", ".join(f"{place.name} ({role.reason})" for place, role in zip(places, roles, strict=True))
-        return Role("unclear", f"is shared by modules that read it differently: {found}")
-    if not others or first.kind in ("unclear", "unknown"):
-        return first
-    return replace(first, reason=f"{first.reason}, shared with {others}")
+# ------------------------------------------------------------------------------------------------- role at one place
 
 
 def _role_at(place: Place, shape: Ints) -> Role:
@@ -165,7 +187,7 @@ def _role_at(place: Place, shape: Ints) -> Role:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)):
         return Role("norm", "norm", reads=shape[-1:], decays=False)
     num_dims = 2 + len(module.kernel_size) if isinstance(module, _Convolution) else 2
-    always = is_table(module) or isinstance(module, (nn.Linear, _Convolution))
+    always = place.is_table or isinstance(module, (nn.Linear, _Convolution))
     if always and place.name.rpartition(".")[2] == "weight" and len(shape) != num_dims:
         return Role(
             "unknown",
@@ -174,20 +196,14 @@ def _role_at(place: Place, shape: Ints) -> Role:
         )
     if len(shape) < 2:
         return Role("entries", "bias" if place.leaf == "bias" else f"{len(shape)}-D")
-    if is_table(module):
+    if place.is_table:
         return Role("embedding", "embedding", reads=shape[1:])
     if max(shape) == math.prod(shape):
         return Role("entries", f"1 vector ({by(shape)})")
-    known = find_preset(place.owners, shape)
+    known = Role.of_known_type(place.owners, shape)
     if known is not None:
         return known
     return _convolution(place, shape) if isinstance(module, _Convolution) else _by_shape(place, shape)
-
-
-def is_table(module: nn.Module) -> bool:
-    """True if a module looks up rows of its weight, like an embedding or a codebook. Such modules have integer
-    attributes `num_embeddings` and `embedding_dim`."""
-    return all(isinstance(getattr(module, size, None), int) for size in ("num_embeddings", "embedding_dim"))
 
 
 def _convolution(place: Place, shape: Ints) -> Role:
@@ -209,14 +225,14 @@ def _convolution(place: Place, shape: Ints) -> Role:
     if min(matrix.rows, matrix.cols) == 1:
         return Role("entries", f"{num_text(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view)
     pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not module.transposed
-    remark = _fused_hint(place.name, shape[:2]) if pointwise else ""
+    remark = _fused_hint(place, shape[:2]) if pointwise else ""
     return Role("matrices", f"convolution, {num_text(groups, 'group')}", view, remark=remark)
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
     """Determine the role of a parameter with two or more dims from its shape. The parameter is in a linear layer or in
     a module of unknown type."""
-    module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place.name, shape)
+    module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
         # The number of outputs is `out_features` in torch and TransformerEngine, and one of the other two in Megatron.
@@ -242,19 +258,19 @@ def _by_shape(place: Place, shape: Ints) -> Role:
     return Role("pairs", reason, stack if len(shape) == 3 else {})
 
 
-def _fused_hint(name: str, shape: Ints) -> str:
+def _fused_hint(place: Place, shape: Ints) -> str:
     """Make a remark for the routing table if a weight's name suggests fused parts. The remark contains the override
     that splits the parts. Returns "" if the name suggests no fused parts.
 
     A name does not show the order of rows. The order can be all of q, then all of k, then all of v; or it can be q, k
-    and v of each head in turn. With an override for the wrong order, each part would mix rows of different kinds, so
-    the remark names the order that it assumes.
+    and v of head 0, then q, k and v of head 1, and so on. With an override for the wrong order, each part would mix
+    rows of q, k and v, so the remark names the order that it assumes.
 
     Args:
-        name: Name of the weight.
+        place: Place of the weight in the model.
         shape: Shape of the weight; only the last two dims are used.
     """
-    parts = fused_parts(name)
+    parts = place.fused_parts
     if parts is None:
         return ""
     (rows, cols), num = shape[-2:], len(parts)
@@ -262,7 +278,7 @@ def _fused_hint(name: str, shape: Ints) -> str:
     if parts:
         known = rows % num == 0 and (num == 2 or rows == num * cols)
         sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
-    return f'fused? {order}"{numbers_out(name)}": {{"split_sizes": ({sizes})}}'
+    return f'fused? {order}"{numbers_out(place.name)}": {{"split_sizes": ({sizes})}}'
 
 
 def num_text(count: int, what: str) -> str:

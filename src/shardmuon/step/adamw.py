@@ -62,7 +62,7 @@ def step_adamw(
         for row in rows:
             assert row is not None, "all are complete"
             param, step = row.param, row.state[STEP]
-            if not param.numel():  # counts steps of empty shards, so that checkpoints agree on all ranks
+            if not param.numel():  # steps of empty shards count, too, so that checkpoints agree on all ranks
                 step += 1
                 continue
             device = param.device
@@ -70,7 +70,7 @@ def step_adamw(
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # adds missing options
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # frameworks can make groups without these options
 
 
 def _completed(
@@ -94,14 +94,14 @@ def _completed(
             continue
         if row is None:
             kept, grad = state[p], grad if engine.is_aligned(grad, p) else engine.align(grad, p)
-            init_state(p, grad, kept)
+            init_state(p, kept)
             weight, local, moment, square = map(engine.storage, (p, grad, *map(kept.__getitem__, MOMENTS)))
             row = Row(weight, local, moment, square, kept)
         found.append(row)
     return found
 
 
-def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
+def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     """Create `step`, `exp_avg` and `exp_avg_sq`, if any of them is missing, as torch.optim.AdamW does. The moments have
     the parameter's layout.
 

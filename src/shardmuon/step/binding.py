@@ -8,29 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, Ranks
-from shardmuon.comm.vote import MOST_BITS, Agreed, Unlike, in_order
-from shardmuon.errors import about, ranks_text
+from shardmuon.comm.vote import MOST_BITS, Agreed, in_order
+from shardmuon.errors import Refused, about, ranks_text
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.engines import Engine, engine_for
-from shardmuon.layout.engines.base import Claim, named_params, names_of
-from shardmuon.layout.engines.fsdp1 import refuse_flat
-from shardmuon.layout.mesh import OnMesh, kept_layout
+from shardmuon.layout.engines.base import Claim, Group, named_params, names_of
+from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.pieces import ParamLayout
 from shardmuon.momentum.keeper import Keeper, check_blocks, offloaded_from
 from shardmuon.momentum.stores import mix_
-from shardmuon.options import Group, MuonConfig, Settings
-from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.options import MuonConfig, Settings
+from shardmuon.orthogonalize import flops, products_dtype
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.price.machines import machine_of
+from shardmuon.price.machines import Machine
 from shardmuon.step.bucket import Buckets
 from shardmuon.step.stages import WeightSet
 from shardmuon.variants import Stage, WeightStage, keeping
@@ -142,10 +141,10 @@ class Binding(Agreed):
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter in `lacking`. Bits are unique among all ranks that vote together.
-        `everyone` has the `num_lacking` of each rank. Raises Unlike if a vote has too few bits."""
+        `everyone` has the `num_lacking` of each rank. Raises Refused if a vote has too few bits."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
-            raise Unlike(
+            raise Refused(
                 f"{sum(counts.values())} parameters may lack a gradient on ranks that store nothing of them, and a "
                 f"vote has room for {MOST_BITS}. Step them in several optimizers"
             )
@@ -165,8 +164,8 @@ class Offer:
         keeper: Object that stores momentum.
 
     Attributes:
-        chooser: Object that chooses how this rank orthogonalizes each matrix. Its `device` is the accelerator if
-            parameters are offloaded to the CPU, else None, which stands for the parameters' own device.
+        ns_device: Device on which this rank orthogonalizes matrices: the accelerator if parameters are offloaded to the
+            CPU, else None, which stands for the parameters' own device.
         listed: This rank's parameters.
         stamp: Properties of this machine on which the bits of matrix products depend.
         refs: Set of ranks -> a process group that parameters already have for it, the first by name.
@@ -177,28 +176,27 @@ class Offer:
     ) -> None:
         self._groups, self._options, self._config, self._keeper = groups, options, config, keeper
         homes = (offloaded_from(p) for group in groups if group["use_muon"] for p in group["params"])
-        self.chooser = replace(config.chooser(), device=next((home for home in homes if home is not None), None))
+        self.ns_device = next((home for home in homes if home is not None), None)
         self.listed, self.refs, whole = list[Listed](), dict[Ranks, GroupRef](), config.text()
         for index, (group, settings) in enumerate(zip(groups, options, strict=True)):
             named = bool(names_of(group)) or keeper.rounds
             for name, p in named_params(group, index):
                 with about(name):
                     if settings is None:
-                        refuse_flat(p)
+                        UnitPlace.refuse_flat(p)
                     elif p.requires_grad or p.grad is not None:  # frozen parameters can have a gradient
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
-        where = self.chooser.device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
+        where = self.ns_device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
         # results of method "torch" also depend on torch's global precision flags
-        self.stamp = machine_stamp(where, flags=self.chooser.method == "torch")
+        self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's matrix products. On CPUs, the default dtype depends on hardware support,
         which can differ between ranks."""
-        chooser = self.chooser
-        method = "standard" if chooser.method == "auto" else chooser.method
-        return chooser.dtype or default_dtype(method, chooser.device or param.device)
+        method = "standard" if self._config.method == "auto" else self._config.method
+        return products_dtype(method, self._config.ns_dtype, self.ns_device or param.device)
 
     def _add_refs(self, refs: Iterable[GroupRef | None]) -> None:
         for ref in refs:
@@ -217,21 +215,23 @@ class Offer:
             assert of_member is not None, "a group of matrices"
             settings.append(of_member)
             doubles = param.dtype == torch.float64
-            specs.append(make_spec(one.name, layout, of_member, param.device, self.chooser, doubles, kept))
+            specs.append(
+                make_spec(one.name, layout, of_member, self._config, param.device, self.ns_device, doubles, kept)
+            )
             members.append(Member(param, number, one.name, one.identity, engine, engine.signature(param)))
             if self._keeper.dtype == "int8":
                 check_blocks(one.name, layout)
         machines: dict[str, list[int]] = {}
         for other, stamp in sorted(table.stamps.items()):
             machines.setdefault(stamp, []).append(other)
-        policy = Policy(self._config.bucket_bytes, machine_of(table.stamps.values()), each=len(machines) < 2)
+        policy = Policy(self._config.bucket_bytes, Machine.slowest(table.stamps.values()), each=len(machines) < 2)
         plan = make_plan(specs, policy)
         if len(machines) > 1:
             unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in machines.items())
             note = f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"
             plan = replace(plan, notes=(*plan.notes, note))
         planned = ["" if of_options is None else of_options.planned for of_options in self._options]
-        return Binding(rank, table, plan, tuple(members), settings, planned, self.chooser.device)
+        return Binding(rank, table, plan, tuple(members), settings, planned, self.ns_device)
 
 
 def _kept_layout(
@@ -242,8 +242,10 @@ def _kept_layout(
     key = layout, stage.key
     if key not in known:
         numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
-        on_mesh = OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None
-        known[key] = kept_layout(layout, numbers, on_mesh)
+        if engine.believes_placements:
+            known[key] = claim.form[1].kept(layout, numbers)
+        else:
+            known[key] = ParamLayout.replicated(layout.view.kept(numbers), layout.ranks)
     return known[key]
 
 
@@ -251,8 +253,9 @@ def make_spec(
     name: str,
     layout: ParamLayout,
     settings: Settings,
+    config: MuonConfig,
     device: torch.device,
-    chooser: Chooser,
+    ns_device: torch.device | None,
     doubles: bool,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
@@ -262,19 +265,20 @@ def make_spec(
         name: Name of the parameter in messages.
         layout: Table of which rank stores which piece of the parameter.
         settings: Settings of the parameter's group.
+        config: Options of the whole optimizer, which determine how to orthogonalize each matrix.
         device: Device of the parameter.
-        chooser: Object that chooses how to orthogonalize each matrix.
+        ns_device: Device on which the matrices are orthogonalized; None: `device`.
         doubles: True if the parameter is fp64.
         kept_of: Function that returns the layout of a stage's state tensor.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
     for shape in dict.fromkeys(shapes):
-        of_matrix = (*shape, settings.coefficients, chooser.device or device)
-        choice = chooser.choice(*of_matrix)
+        choice = Choice.made(config.method, config.ns_dtype, shape, settings.coefficients, ns_device or device)
+        cost = flops(choice.method, *shape, settings.coefficients, choice.dtype, ns_device or device)
         # number of bytes per element in exchanges; gradients of fp64 parameters can exceed the range of fp32
-        size = 8 if doubles or chooser.dtype == torch.float64 else 2 if choice.is_narrow else 4
-        made[shape] = str(choice), choice.work(*of_matrix), size, choice.reason
+        size = 8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize
+        made[shape] = str(choice), cost, size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
     hows, costs, sizes, reasons = columns
     kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(settings.stages))

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.comm.groups import Pending, Traffic, group_for, start, wire_device
-from shardmuon.errors import HALF_DONE, ExchangeError, named, ranks_text
+from shardmuon.comm.groups import Pending, Traffic, group_for, wire_device
+from shardmuon.errors import ExchangeError, ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import FiniteWatch, default_dtype, empty_batch, orthogonalize
+from shardmuon.orthogonalize import FiniteWatch, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
-from shardmuon.plan.program import Copy, KeptLoad, Program, Wire, make_program
+from shardmuon.plan.program import Copy, KeptLoad, Program, Wire
 from shardmuon.price.clock import turns
 from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
@@ -29,8 +29,6 @@ from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 
 _CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
-_Exchange = Callable[[Tensor, Ints, Ints], Pending]  # (send buffer, numbers of elements to send, to receive)
 
 
 class Bound:
@@ -101,7 +99,12 @@ class Bound:
         """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
-    def run(self, work: Work, watch: FiniteWatch | None, exchange: _Exchange) -> Iterator[None]:
+    def run(
+        self,
+        work: Work,
+        watch: FiniteWatch | None,
+        exchange: Callable[[Tensor, Ints, Ints], Pending],  # (send buffer, numbers of elements to send, to receive)
+    ) -> Iterator[None]:
         """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
         buckets in the meantime, see `shardmuon.price.clock.turns`. A bucket without exchanges yields at the same
         points.
@@ -119,7 +122,7 @@ class Bound:
         batches = torch.empty(program.batch_numel, dtype=self.dtype, device=self.ns_device or self.device)
         own = self.own.on(batches)
         self.own.update_momentum(work, own)
-        self.late.update_momentum(work, None)  # tiles whose results arrive in the relay
+        self.late.update_momentum(work, None)
         yield
         if gathers:
             _copy(gather.copies, pending.pop().wait(), batches)
@@ -175,7 +178,7 @@ class Buckets:
         self.bounds: list[Bound] = []
         for bucket, home in buckets:
             device = wire_device(home, bucket.ranks if bucket.exchange else (rank,), ns_device)
-            self.bounds.append(Bound(plan, make_program(plan, bucket, rank, missing), shapes, device, ns_device))
+            self.bounds.append(Bound(plan, Program.of(plan, bucket, rank, missing), shapes, device, ns_device))
         self.moves = any(bound.moves for bound in self.bounds)
         relays = [bound.program.relay is not None for bound in self.bounds]
         self.order = list(turns(relays, [bucket.ranks for bucket, _ in buckets]))
@@ -198,15 +201,15 @@ class Buckets:
             try:
                 if turn == "begin":
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
-                    runs[i] = bound.run(work, watch, partial(start, group, traffic))
+                    runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
-                next(runs[i], None)  # default None, since a generator ends without yielding in its last turn
+                next(runs[i], None)  # in its last turn, a generator ends without a value
             except ExchangeError:
                 raise
             except Exception as error:
                 if not self.moves:
                     raise
-                raise named(error, f"{bound}, {turn}", HALF_DONE) from error
+                raise ExchangeError.of(error, f"{bound}, {turn}") from error
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
@@ -241,23 +244,23 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
-        if back:
-            one.copy_(other)
-        else:
-            other.copy_(one)
+        source, target = (other, one) if back else (one, other)
+        target.copy_(source)
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches."""
-    for batch, choice, of_batch in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
+    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches, and run the stages before and
+    after the orthogonalization. See [Note: stages] in variants.py."""
+    for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
-        x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
-        stages, fed, unit, overwrite = None, x, False, True
+        fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
+        unit, overwrite = False, True
         if settings.stages:
-            stages = _BatchStages(settings.stages, [side.of(work.kept) for side in of_batch], x)
-            products = choice.dtype or default_dtype(choice.method, x.device)
-            fed, unit = stages.before(None if choice.method == "torch" else products)
-            overwrite = stages.may_take(fed.dtype, products)
+            fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
+            # Stages after the orthogonalization need a dtype that does not depend on the size of the batch, since
+            # batches differ between layouts. A result that overwrites its input has the input's dtype; otherwise, the
+            # result of a batch of one matrix, at least, has the dtype of the matrix products.
+            overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
         out = orthogonalize(
             fed,
             settings.coefficients,
@@ -267,68 +270,53 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             overwrite=overwrite,
             unit=unit,
         )
-        if stages is not None:
-            stages.finish(out)
-        elif out is not x:
+        if settings.stages:
+            out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
+        if out is not x:
             x.copy_(out)
-        del stages, fed, out  # frees memory before the next batch
+        del fed, out  # frees memory before the next batch
 
 
-class _BatchStages:
-    """The stages of a variant, to be run on one batch of matrices in one step. See [Note: stages] and [Note: what a
-    stage keeps] in variants.py.
+def _run_before(
+    stages: Stages,
+    x: Tensor,  # (B, rows, cols) with aligned matrices, in the dtype of exchanges; can be changed in place
+    products: torch.dtype,  # dtype of the matrix products
+) -> tuple[Tensor, bool]:
+    """Run the stages that precede the orthogonalization. On a CPU, they process one matrix at a time. If the batch has
+    a half-precision dtype and the matrix products have another dtype, the stages change an fp32 copy of the batch.
+
+    Returns:
+        The input of the orthogonalization, and True if its matrices have norm 1.
+    """
+    before = [stage for stage in stages if isinstance(stage, BeforeStage)]
+    if before and x.dtype in (torch.bfloat16, torch.float16) and products != x.dtype:
+        given, x = x, empty_batch(x.shape, torch.float32, x.device)
+        foreach_copy_([x], [given])
+    for matrices in x.split(1) if x.device.type == "cpu" else (x,):
+        for stage in before:
+            stage.run_(matrices)
+    return x, bool(before)
+
+
+def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run the stages that follow the orthogonalization, and update their state.
 
     Args:
         stages: Stages of the batch's matrices.
-        stored: For each stage of `keeping(stages)`, the state tensor of each matrix.
-        place: The batch, which the results overwrite: (B, rows, cols) with aligned matrices, in the dtype of exchanges.
+        stored: For each stage of `keeping(stages)`, the state tensor of each matrix, on any device.
+        out: Results of the orthogonalization, (B, rows, cols); can be overwritten.
+        dtype: Dtype of exchanges.
+
+    Returns:
+        The scaled results; `out` itself if there are no such stages.
     """
-
-    def __init__(self, stages: Stages, stored: Sequence[Sequence[Tensor]], place: Tensor) -> None:
-        self.place = place
-        self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
-        self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
-        self._kept: dict[str, Sequence[Tensor]] = {}  # key -> state of each matrix, fp32, on the batch's device
-        # pairs: state tensors that are stored on another device, and their copies on the batch's device
-        self._moved: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        for stage, rows in zip(keeping(stages), stored, strict=True):
-            here = rows
-            if rows[0].device != place.device:
-                here = torch.stack(list(rows)).to(place.device).unbind(0)
-                self._moved.append((rows, here))
-            self._kept[stage.key] = here
-
-    def before(
-        self,
-        products: torch.dtype | None,  # dtype of the matrix products; None: orthogonalize exactly as torch.optim.Muon
-    ) -> tuple[Tensor, bool]:  # input of the orthogonalization, (B, rows, cols); True if its matrices have norm 1
-        """Run the stages that precede the orthogonalization. On a CPU, they process one matrix at a time. The stages
-        change the batch in place, or an fp32 copy if the batch has a half-precision dtype and the matrix products have
-        another dtype."""
-        x = self.place
-        if self._before and x.dtype in (torch.bfloat16, torch.float16) and products not in (None, x.dtype):
-            x = empty_batch(x.shape, torch.float32, x.device)
-            foreach_copy_([x], [self.place])
-        for matrices in x.split(1) if x.device.type == "cpu" else (x,):
-            for stage in self._before:
-                stage.run_(matrices)
-        return x, bool(self._before)
-
-    def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
-        """True if the orthogonalization is allowed to overwrite its input, whose dtype is `fed`. The result then has
-        this dtype. If overwriting is not allowed, the result of a batch of one matrix, at least, has the dtype of the
-        matrix products. Stages after the orthogonalization need a dtype that does not depend on the size of the batch,
-        since batches differ between layouts.
-        """
-        return fed == products or not self._after
-
-    def finish(self, out: Tensor) -> None:  # `out`: results, (B, rows, cols); can be overwritten
-        """Run the stages that follow the orthogonalization, write the results to the batch, and copy changed state back
-        to the device on which it is stored."""
-        if self._after:
-            out = out.to(torch.promote_types(out.dtype, self.place.dtype))
-            scaled_(self._after, out, self._kept)
-        if out is not self.place:
-            self.place.copy_(out)
-        for stored, here in self._moved:
-            foreach_copy_(stored, here)
+    after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
+    if not after:
+        return out
+    out = out.to(torch.promote_types(out.dtype, dtype))
+    here = [rows if rows[0].device == out.device else torch.stack(rows).to(out.device).unbind(0) for rows in stored]
+    scaled_(after, out, {stage.key: rows for stage, rows in zip(keeping(stages), here, strict=True)})
+    for rows, copies in zip(stored, here, strict=True):
+        if copies is not rows:
+            foreach_copy_(rows, copies)
+    return out

@@ -1,5 +1,5 @@
-"""Creation of stage state, the state that the stages of variants store, and its storage in saved groups if a
-framework's checkpoint format cannot contain it. See [Note: what a stage keeps] in variants.py.
+"""Storage of stage state, the state that the stages of variants store, in saved groups if a framework's checkpoint
+format cannot contain it. See [Note: what a stage keeps] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
@@ -10,34 +10,12 @@ framework's checkpoint format cannot contain it. See [Note: what a stage keeps] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardmuon.layout.engines import Engine
-from shardmuon.layout.views import Ints, MatrixView
-from shardmuon.variants import KEPT_KEYS, Stages, keeping, stages_of
-
-KEPT_DTYPE = torch.float32  # for all dtypes of weights and matrix products
-
-
-def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Map the key of each state tensor of a parameter to the tensor's global shape. `view` defines the matrices of the
-    parameter."""
-    numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
-    return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
-
-
-def start_kept(
-    shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
-) -> dict[str, Tensor]:
-    """Create each missing state tensor with zeros, on the parameter's device. `stacked` is True if the parameter is a
-    stack of matrices."""
-    missing = {key: shape for key, shape in shapes.items() if state.get(key) is None}
-    return {key: engine.kept_zeros(param, shape, KEPT_DTYPE, stacked=stacked) for key, shape in missing.items()}
-
+from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 CARRIED = "kept_state"  # key in a saved group: parameter name or position -> state key -> tensor
 
@@ -53,18 +31,14 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
         group[CARRIED] = {name: kept for name, kept in found.items() if kept}
 
 
-def carry_by_position(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups
-    saved: Mapping[str, Any],  # the optimizer's state dict, changed in place
-    carries: Callable[[Tensor], bool] = lambda param: True,
-) -> None:
+def carry_by_position(saved: Mapping[str, Any]) -> None:
     """Move stage state from the state of a state dict to the groups of the state dict, keyed by the parameter's
-    position in its group. `carries` selects the parameters."""
+    position in its group. Changes the state dict in place."""
     state = saved["state"]
-    for group, packed in zip(groups, saved["param_groups"], strict=True):
+    for packed in saved["param_groups"]:
         states: dict[str, Mapping[str, Any]] = {}
-        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
-            if carries(param) and key in state:
+        for position, key in enumerate(packed["params"]):
+            if key in state:
                 states[str(position)] = state[key]
                 state[key] = {k: v for k, v in state[key].items() if k not in KEPT_KEYS}
         carry(packed, states)
@@ -75,19 +49,6 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})
-    return found
-
-
-def with_carried(
-    entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
-    groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
-) -> Mapping[Any, Any]:
-    """Copy a saved state, and add the stage state that the saved groups contain."""
-    found = dict(entries)
-    for group in groups:
-        for position, kept in (group.get(CARRIED) or {}).items():
-            key = group["params"][int(position)]
-            found[key] = {**found.get(key, {}), **kept}
     return found
 
 

@@ -1,8 +1,7 @@
 """Execution of stages on weights, which rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
 
 A stage on weights gets the norm of each whole matrix and multiplies the matrix by a factor. A `WeightSet` computes this
-rank's part of the squared norms. `begin_weights` and `finish_weights` sum these parts over ranks, and pass the sums to
-the `WeightSet`.
+rank's part of the squared norms. `scale_weights` sums these parts over ranks, and passes the sums to the `WeightSet`.
 
 [Note: norms of whole matrices]
     The elements of a shard are squared and summed in fp64, by the first of the ranks that store it. The ranks that
@@ -21,7 +20,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
 from shardmuon.comm.groups import Ranks, Traffic, group_for, wire_device
-from shardmuon.errors import HALF_DONE, UNCHANGED, level_of_the_caller, naming, ranks_text
+from shardmuon.errors import ExchangeError, level_of_the_caller, ranks_text
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
@@ -52,13 +52,14 @@ class WeightSet:
 
     Attributes:
         ranks: The ranks that share the parameters.
+        text: The ranks and the names of the parameters, for messages.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
         specs = {param: plan.specs[param] for param in sorted(stages)}
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
-        self._text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
+        self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # name of each matrix
         # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
         # rank sums the tile's squares
@@ -99,9 +100,6 @@ class WeightSet:
                 found.setdefault(key, {})[param] = of_param
         return [cls(plan, of_set, rank, shapes) for _, of_set in sorted(found.items(), key=lambda one: one[0])]
 
-    def __str__(self) -> str:
-        return self._text
-
     def squares(self, work: Work) -> Tensor:  # returns one fp64 number per matrix
         """Compute this rank's part of the squared norm of each matrix."""
         parts: list[list[Tensor]] = [[] for _ in self._names]
@@ -122,7 +120,7 @@ class WeightSet:
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         if self._rank == self.ranks[0]:  # one warning per set, from its first rank
-            watch.coming.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
+            watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
         """Multiply each matrix of weights by its factor. Called after the update."""
@@ -171,18 +169,14 @@ def _on_weights(stages: Stages) -> WeightStage:
 # ------------------------------------------------------------------------------------------------- matrices of zeros
 
 
-class ZeroWatch:
-    """Queue of checks for matrices whose norm is 0 when it is first computed. Each optimizer has one `ZeroWatch`."""
-
-    def __init__(self) -> None:
-        self.coming = Coming[Sequence[str]]()  # names of matrices, mask of matrices of zeros
+class ZeroWatch(Coming[Sequence[str]]):
+    """Queue of checks for matrices whose norm is 0 when it is first computed. An entry has the names of some matrices,
+    and a mask that is True for matrices of zeros. Each optimizer has one queue."""
 
     def report(self) -> None:
         """Warn about matrices of zeros, without waiting for checks whose results have not yet arrived from the
         device."""
-        found = [
-            name for names, zero in self.coming.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero
-        ]
+        found = [name for names, zero in self.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero]
         if found:
             warnings.warn(
                 f"{listed(found)}: zero before the first step, so there was no norm to keep. That step was one of "
@@ -192,33 +186,24 @@ class ZeroWatch:
             )
 
 
-def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
-    """Prepare the stages on weights before the update, for parameters with new norms. Collective among the ranks of
-    each set.
+def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
+    """Run the stages on weights after the update. If `watch` is given, prepare the stages before the update instead,
+    for parameters with new norms. Collective among the ranks of each set.
 
     Raises:
-        ExchangeError: A rank of a set died, hung or failed.
+        ExchangeError: A rank of a set with several ranks died, hung or failed. The message names the set.
     """
+    when, damage = "before the update", ExchangeError.UNCHANGED
+    if watch is None:
+        when, damage = "after the update", ExchangeError.HALF_DONE
     for one in sets:
-        with _named(one, "before the update", UNCHANGED):
-            one.begin(_summed(one.squares(work), one.ranks, traffic), work, watch)
-
-
-def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> None:
-    """Run the stages on weights after the update. Collective among the ranks of each set.
-
-    Raises:
-        ExchangeError: A rank of a set died, hung or failed.
-    """
-    for one in sets:
-        with _named(one, "after the update", HALF_DONE):
-            one.finish(_summed(one.squares(work), one.ranks, traffic), work)
-
-
-def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
-    """Return a context manager that converts any error to an ExchangeError that names the set. If the set has only one
-    rank, errors stay unchanged."""
-    return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
+        where = partial("norms of weights {} ({})".format, when, one.text)
+        with nullcontext() if len(one.ranks) == 1 else ExchangeError.naming(where, damage):
+            squares = _summed(one.squares(work), one.ranks, traffic)
+            if watch is None:
+                one.finish(squares, work)
+            else:
+                one.begin(squares, work, watch)
 
 
 def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:

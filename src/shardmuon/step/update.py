@@ -22,15 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardmuon._torch import (
-    foreach,
-    foreach_copy_,
-    foreach_scale_,
-    foreach_to,
-)
+from shardmuon._torch import foreach, foreach_copy_
 from shardmuon.layout.pieces import Patch, Tile
 from shardmuon.layout.views import Ints, MatrixView, row_major
-from shardmuon.momentum.stores import BLOCK, Rounding, Stream, round_patch, step_stored_
+from shardmuon.momentum.stores import BLOCK, Rounding, Stream, step_stored_
 from shardmuon.options import Settings, lr_scale
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
@@ -220,10 +215,8 @@ class Side:
                 added = [update.to(device) for update in added]
             rounded: list[Callable[[Tensor], Tensor]] | None = None
             if first in work.rounding and work.rounding[first].weights is not None:
-                rounded = [
-                    partial(round_patch, cast("Stream", work.rounding[self.params[i]].weights), self.patches[i])
-                    for i in places
-                ]
+                streams = [cast(Stream, work.rounding[self.params[i]].weights) for i in places]
+                rounded = [partial(stream.round, self.patches[i]) for i, stream in zip(places, streams, strict=True)]
             elif like_torch and not s.cautious:
                 for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                     scale = lr_scale(s.adjust_lr_fn, *shape)
@@ -332,7 +325,7 @@ def momentum_(
             torch._foreach_lerp_(kept, results, weight=1 - momentum)
             torch._foreach_lerp_(results, kept, weight=momentum)
             continue
-        summands = given if given[0].dtype == stored[0].dtype else foreach_to(given, stored)
+        summands = given if given[0].dtype == stored[0].dtype else _converted(given, stored)
         foreach("lerp_", stored, summands, weight=1 - momentum)
         if out is not None:
             foreach_copy_(to, foreach("lerp", summands, stored, weight=momentum) if nesterov else stored)
@@ -353,6 +346,18 @@ def _in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]
     yield from zip(*(((slab,) for slab in column[0].split(step, dim)) for column in columns), strict=True)
 
 
+def _converted(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Convert each tensor to `dtype`, by default to the dtype of the tensor at the same index of `like`. A converted
+    tensor also gets the strides of that tensor, so that one kernel can process both lists. Tensors that already have
+    the dtype are returned unchanged."""
+    found = list(tensors)
+    others = [i for i, t in enumerate(tensors) if t.dtype != (dtype or like[i].dtype)]
+    for i in others:
+        found[i] = torch.empty_like(like[i], dtype=dtype)
+    foreach_copy_([found[i] for i in others], [tensors[i] for i in others])
+    return found
+
+
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
     updates: Sequence[Tensor],  # orthogonalized updates with the shapes of `params`, in the dtype of exchanges
@@ -368,15 +373,16 @@ def apply_(
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
-        weights = foreach_to(stored, stored, torch.float32) if half else stored
+        weights = _converted(stored, stored, torch.float32) if half else stored
         if weight_decay and cautious:
             for w, update in zip(weights, given, strict=True):
                 _decay_agreeing_(w, update * w, factor)
         elif weight_decay:
-            foreach_scale_(weights, factor)
+            # the factor is a tensor, since CPUs would convert a number once per tensor
+            foreach("mul_", weights, other=torch.tensor(factor, dtype=weights[0].dtype, device="cpu"))
         # `add` on a CPU converts half-precision summands itself; list operations on other devices cannot
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
-        summands = given if widens or given[0].dtype == weights[0].dtype else foreach_to(given, weights)
+        summands = given if widens or given[0].dtype == weights[0].dtype else _converted(given, weights)
         rows: dict[float, list[tuple[Tensor, Tensor]]] = {}
         for weight, summand, alpha in zip(weights, summands, alphas, strict=True):
             rows.setdefault(alpha, []).append((weight, summand))

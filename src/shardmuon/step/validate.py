@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,14 +23,13 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.errors import about, ranks_text
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, name_of
+from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.views import Ints
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, gradient_dtype
-from shardmuon.options import Group, Settings
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, gradient_dtype
+from shardmuon.options import Settings
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
-from shardmuon.step.kept import KEPT_DTYPE, start_kept
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
@@ -43,9 +42,9 @@ class Proposal(Work):
     """Data of the step that this rank takes if all ranks agree, and the values that ranks compare with each other.
 
     Attributes:
-        states: State of each parameter's gradient: NONE, READY, or MISPLACED if its layout is not the parameter's.
+        states: `GradientState` of each parameter's gradient.
         said: For each parameter, what must be equal on all ranks that share it: a word for the state of its gradient
-            (from `STATES`), and a string of dtypes and options.
+            (from `states`), and a string of dtypes and options.
         made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
         adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
@@ -54,7 +53,7 @@ class Proposal(Work):
             rank has the gradient.
     """
 
-    states: list[int] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
     said: list[tuple[str, str]] = field(default_factory=list)
     made: dict[int, dict[str, Any]] = field(default_factory=dict)
     fresh: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -66,9 +65,9 @@ class Proposal(Work):
         the step only if another rank has its gradient. `presence` has the bits of all ranks, merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
-                self.states[number] = READY
+                self.states[number] = GradientState.READY
             else:
-                self.states[number] = NONE
+                self.states[number] = GradientState.NONE
                 self.weights[number] = self.grads[number] = self.momenta[number] = None
                 self.made.pop(number, None)
                 self.fresh.pop(number, None)
@@ -91,23 +90,43 @@ class Proposal(Work):
         plan = "", binding.digests.get(ranks, b"").hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
 
+    @staticmethod
+    def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
+        """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
+        `lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
+        told = [lines for lines in everyone if lines is not None]
+        plans, *lines = zip(*told, strict=False)
+        if len(told) < len(ranks) or len(set(plans)) > 1:
+            return (
+                f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
+                "ranks; else call optimizer.prepare() on every rank"
+            )
+        for said in lines:  # `said` has the lines of all ranks for one parameter
+            (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
+            if len(set(gradients)) > 1:
+                have = {
+                    word: [r for r, own in zip(ranks, gradients, strict=True) if own == word]
+                    for word in sorted(set(gradients), reverse=True)
+                }
+                parts = (f"ranks {those} have {word}" for word, those in have.items())
+                return (
+                    f"{name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or none. "
+                    "Set the missing ones to zeros"
+                )
+            words = [text.split(" ") for _, _, text in said]
+            if any(mine != words[0] for mine in words):
+                own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
+                texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
+                return (
+                    f"{name}: ranks {ranks} are about to step with different options or state: {texts}. Give them all "
+                    "the same options, and load, copy or audit() an optimizer on every rank or on none"
+                )
+        return f"ranks {ranks_text(ranks)} are about to do different things"
 
-class Memory(NamedTuple):
-    """The parts of an optimizer's state that validation reads.
 
-    Attributes:
-        state: State of each parameter.
-        keeper: The object that creates and converts stored momentum.
-        settled: Stored weight norms that some step has checked.
-    """
-
-    state: MutableMapping[Tensor, dict[str, Any]]
-    keeper: Keeper
-    settled: MutableMapping[Tensor, bool]
-
-
-def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settings | None], memory: Memory) -> Proposal:
-    """Read gradients and state, and return the step that this rank takes if all ranks agree.
+def validate(binding: Binding, core: Any, options: Sequence[Settings | None]) -> Proposal:
+    """Read gradients and state, and return the step that this rank takes if all ranks agree. `options` has the settings
+    of each of the optimizer's groups; None for a group that AdamW updates.
 
     A fast path handles most parameters in nearly every step: those whose gradient and momentum have the parameter's
     layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
@@ -118,21 +137,21 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[Settin
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
     found = Proposal([None] * num, [None] * num, [None] * num, settings, [()] * num)
-    found.states, found.said, found.kinds = [NONE] * num, [("", "")] * num, [()] * num
-    for (index, engine, *_), numbers in binding.alike_members.items() if memory.keeper.as_computed else ():
+    found.states, found.said, found.kinds = [GradientState.NONE] * num, [("", "")] * num, [()] * num
+    for (index, engine, *_), numbers in binding.alike_members.items() if core.keeper.as_computed else ():
         of_group = cast(Settings, options[index])
         if not (binding.elsewhere or of_group.stages):
-            _glance(found, engine, numbers, members, of_group, memory)
+            _glance(found, engine, numbers, members, of_group, core)
     for number, said in enumerate(found.said):
         if not said[0]:
             with about(members[number].name):
-                text = f"{_look(found, number, binding, memory)}{settings[number].text}"
-            found.said[number] = STATES[found.states[number]], text
-    for index, of_adamw in enumerate(groups):
+                text = f"{_look(found, number, binding, core)}{settings[number].text}"
+            found.said[number] = found.states[number], text
+    for index, of_adamw in enumerate(core.param_groups):
         if options[index] is None:
-            found.adamw[index] = _adamw_rows(of_adamw, index, memory.state)
+            found.adamw[index] = _adamw_rows(of_adamw, index, core.state)
     for number, bit in binding.bits.items():
-        if found.states[number] != NONE and number not in binding.elsewhere:
+        if found.states[number] != GradientState.NONE and number not in binding.elsewhere:
             found.presence |= 1 << bit
     return found
 
@@ -143,35 +162,35 @@ def _glance(
     numbers: Sequence[int],
     members: Sequence[Member],
     of_group: Settings,
-    memory: Memory,
+    core: Any,
 ) -> None:
     """Take the fast path: fill in the proposal for those parameters of a group that have a gradient and no state but
     momentum. Do nothing if any of these gradients or momenta has another layout than its parameter."""
-    rows, (state, keeper, _) = [], memory
+    rows, state = [], core.state
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # can be of any type
+            rows.append((number, param, grad, kept.get(BUFFER)))  # a loaded momentum can have any type
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:
         return
     weights, grads, momenta = storages
     dtype, stored = grads[0].dtype, momenta[0].dtype
-    if dtype.is_floating_point and stored == (keeper.dtype or dtype):
-        said = STATES[READY], f"weights={weights[0].dtype} gradient={dtype} {BUFFER}={stored} {of_group.text}"
+    if dtype.is_floating_point and stored == (core.keeper.dtype or dtype):
+        said = GradientState.READY, f"weights={weights[0].dtype} gradient={dtype} {BUFFER}={stored} {of_group.text}"
         kind = members[seen[0]].group, weights[0].dtype, dtype, stored, weights[0].device, momenta[0].device, False
         for number, weight, grad, momentum in zip(seen, weights, grads, momenta, strict=True):
             found.weights[number], found.grads[number], found.momenta[number] = weight, grad, momentum
-            found.states[number], found.said[number], found.kinds[number] = READY, said, kind
+            found.states[number], found.said[number], found.kinds[number] = GradientState.READY, said, kind
 
 
-def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str:
+def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
     """Take the slow path: check one parameter, and fill in the proposal for this parameter. Return a string of its
     dtypes and state, which must be equal on all ranks that share the parameter."""
-    member, keeper, stages = binding.members[number], memory.keeper, found.settings[number].stages
-    param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
+    member, keeper, stages = binding.members[number], core.keeper, found.settings[number].stages
+    param, engine, kept = member.param, member.engine, core.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
     if number in binding.elsewhere:
         grad = engine.wrap(torch.zeros_like(weight, dtype=gradient_dtype(param) or weight.dtype), param)
@@ -182,16 +201,16 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
     storage = gradient_storage(param, grad, engine, weight)
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
-    found.states[number] = READY if storage is not None else MISPLACED
+    found.states[number] = GradientState.MISPLACED if storage is None else GradientState.READY
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     text = f"weights={weight.dtype} gradient={grad.dtype} {BUFFER}={None if buffer is None else buffer.dtype} "
     if keeper.rounds:
         text += f"{STEP}={keeper.count_of(kept)} "
     if stages:
-        found.fresh[number] = _unsettled(stages, kept, memory.settled)
+        found.fresh[number] = _unsettled(stages, kept, core.settled)
         text += f"new={','.join(found.fresh[number])} "
     given = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
-    _make(found, number, binding, memory, given)
+    _make(found, number, binding, core, given)
     made = found.momenta[number]
     assert made is not None, "`_make` has made it"
     rounds = number in found.rounding
@@ -199,14 +218,15 @@ def _look(found: Proposal, number: int, binding: Binding, memory: Memory) -> str
     return text
 
 
-def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: Tensor) -> None:
+def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tensor) -> None:
     """Create or convert the state that a parameter needs for its group's options, and record it in the proposal."""
-    member, spec, keeper = binding.members[number], binding.plan.specs[number], memory.keeper
+    member, spec, keeper = binding.members[number], binding.plan.specs[number], core.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
     shapes = {stage.key: kept.layout.view.shape for stage, kept in zip(stages, spec.kept, strict=True)}
-    kept = memory.state.get(param, _NOTHING)
-    made = start_kept(shapes, engine, param, kept, stacked=stacked)
+    kept = core.state.get(param, _NOTHING)
+    missing = {key: shape for key, shape in shapes.items() if kept.get(key) is None}
+    made = {key: engine.kept_zeros(param, shape, torch.float32, stacked=stacked) for key, shape in missing.items()}
     state = {**kept, **made}
     found.kept[number] = _stored_kept(shapes, engine, param, state, stacked=stacked)
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
@@ -214,7 +234,7 @@ def _make(found: Proposal, number: int, binding: Binding, memory: Memory, grad: 
     wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
-    for key in KEPT_KEYS:  # drops state of an earlier variant: stale if the group returns to it
+    for key in KEPT_KEYS:  # state of an earlier variant would be stale if the group returned to that variant
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
@@ -247,8 +267,8 @@ def _stored_kept(
     found: list[Tensor] = []
     for key, shape in shapes.items():
         local = engine.kept_storage(state.get(key), param, shape, stacked=stacked)
-        if isinstance(local, Tensor) and local.dtype != KEPT_DTYPE:
-            local = f"of dtype {local.dtype}, not {KEPT_DTYPE}"
+        if isinstance(local, Tensor) and local.dtype != torch.float32:
+            local = f"of dtype {local.dtype}, not {torch.float32}"
         if isinstance(local, str):
             raise ValueError(
                 f"its {key} is {local}: the state was made for another layout or variant. Load it through "
@@ -295,9 +315,10 @@ def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[
             if dtype.is_floating_point and set(others) == {dtype}:
                 for position, of_one in zip(positions, zip(*storages, states, strict=True), strict=True):
                     found[position] = Row(*of_one)
-    for position in [at for at, row in enumerate(found) if row is None]:
-        with about(name_of(group, index, position)):
-            _check_adamw(params[position], state.get(params[position], _NOTHING))
+    for ready, (name, p) in zip(found, named_params(group, index), strict=True) if None in found else ():
+        if ready is None:
+            with about(name):
+                _check_adamw(p, state.get(p, _NOTHING))
     return found
 
 
@@ -323,39 +344,6 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
-
-
-# ------------------------------------------------------------------------------------ comparison between ranks
-
-
-def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
-    """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
-    `Proposal.lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
-    told = [lines for lines in everyone if lines is not None]
-    plans, *lines = zip(*told, strict=False)
-    if len(told) < len(ranks) or len(set(plans)) > 1:
-        return (
-            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
-            "ranks; else call optimizer.prepare() on every rank"
-        )
-    for said in lines:  # `said` has the lines of all ranks for one parameter
-        (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
-        if len(set(gradients)) > 1:
-            have = {word: [r for r, own in zip(ranks, gradients, strict=True) if own == word] for word in STATES}
-            parts = (f"ranks {those} have {word}" for word, those in have.items() if those)
-            return (
-                f"{name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or none. Set "
-                "the missing ones to zeros"
-            )
-        words = [text.split(" ") for _, _, text in said]
-        if any(mine != words[0] for mine in words):
-            own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
-            return (
-                f"{name}: ranks {ranks} are about to step with different options or state: {texts}. Give them all the "
-                "same options, and load, copy or audit() an optimizer on every rank or on none"
-            )
-    return f"ranks {ranks_text(ranks)} are about to do different things"
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:

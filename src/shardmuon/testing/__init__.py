@@ -5,4 +5,3 @@ from __future__ import annotations
 from shardmuon.testing.pool import RankError as RankError
 from shardmuon.testing.pool import RankException as RankException
 from shardmuon.testing.pool import RankPool as RankPool
-from shardmuon.testing.pool import get_pool as get_pool

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +24,7 @@ from shardmuon.comm.groups import Traffic
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.testing.frameworks import Fsdp1Run, Run, ZeroRun
-from shardmuon.testing.layouts import (
-    LAYOUTS,
-    PARAMS,
-    ParamCase,
-    cut_matrices,
-    groups_of,
-    mesh_kind,
-    parameters,
-)
+from shardmuon.testing.layouts import LAYOUTS, PARAMS, ParamCase, meshes_on, parameters
 from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
@@ -62,31 +53,31 @@ class Comparison:
     worst: str
     about: Any = None
 
+    @staticmethod
+    def with_dense(layout: str, **given: Any) -> Comparison:
+        """Compare a sharded model with an unsharded copy of the model that takes the same steps in one process. All
+        ranks must call this function.
 
-def compare_with_dense(layout: str, **given: Any) -> Comparison:
-    """Compare a sharded model with an unsharded copy of the model that takes the same steps in one process. All ranks
-    must call this function.
+        Args:
+            layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
+            given: Keyword arguments of `_compare`, and options of Muon. `method` defaults to "standard".
+        """
+        return _compare(layout, _dense_steps, **{"method": "standard", **given})
 
-    Args:
-        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-        given: Keyword arguments of `_compare`, and options of Muon. `method` defaults to "standard".
-    """
-    return _compare(layout, _dense_steps, **{"method": "standard", **given})
+    @staticmethod
+    def with_torch(layout: str, **given: Any) -> Comparison:
+        """Compare a sharded model with torch.optim.Muon, which gets every matrix as a separate parameter. All ranks
+        must call this function.
 
+        Args:
+            layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
+            given: Keyword arguments of `_compare`, and options that Muon shares with torch.optim.Muon. `method` is not
+                allowed, because it is always "torch".
 
-def compare_with_torch(layout: str, **given: Any) -> Comparison:
-    """Compare a sharded model with torch.optim.Muon, which gets every matrix as a separate parameter. All ranks must
-    call this function.
-
-    Args:
-        layout: Name of a layout in `LAYOUTS`, `Fsdp1Run.ROWS` or `ZeroRun.ROWS`.
-        given: Keyword arguments of `_compare`, and options that Muon shares with torch.optim.Muon. `method` is not
-            allowed, because it is always "torch".
-
-    Raises:
-        TypeError: `given` contains `method`.
-    """
-    return _compare(layout, _torch_steps, method="torch", **given)
+        Raises:
+            TypeError: `given` contains `method`.
+        """
+        return _compare(layout, _torch_steps, method="torch", **given)
 
 
 def _compare(
@@ -98,6 +89,7 @@ def _compare(
     params: Sequence[str] | None = None,
     table: _Cases = PARAMS,
     about: Callable[[Muon], object] | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> Comparison:
     """Step a sharded model and a reference model. Compare the weights after every step, and the optimizer state after
@@ -111,6 +103,7 @@ def _compare(
         params: Names of the parameters to select from `table`. Default: all parameters.
         table: Mapping from the name of each parameter to its shape and options.
         about: Optional function to call with the sharded model's optimizer after the last step.
+        device: Device type on which both models take their steps.
         options: Options of Muon. The learning rate `lr` defaults to 1e-3.
     """
     cases, options = {name: table[name] for name in params or table}, {"lr": 1e-3, **options}
@@ -118,22 +111,23 @@ def _compare(
 
     def draw() -> dict[str, Tensor]:
         normal = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
-        return {name: t.to(mesh_kind(), dtype) for name, t in normal.items()}
+        return {name: t.to(device, dtype) for name, t in normal.items()}
 
     def make(params: _Whole, of_layout: Mapping[str, Any]) -> Muon:
-        return Muon(groups_of(params, cases), **{**of_layout, **options})
+        return Muon(ParamCase.groups(params, cases), **{**of_layout, **options})
 
     full = draw()
     kind = ZeroRun if layout in ZeroRun.ROWS else Fsdp1Run if layout in Fsdp1Run.ROWS else _LayoutRun
-    run: _AnyRun = kind(layout, full, make)
-    full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
-    key = repr((steps_of.__name__, kind, mesh_kind(), cases, dtype, steps, options))
-    if key not in _REMEMBERED:
-        _REMEMBERED[key] = list(steps_of(cases, options, full, grads))
-    found = _beside(run, grads, _REMEMBERED[key], sum(len(case.view.matrices) for case in cases.values()))
-    if about:
-        found = replace(found, about=about(run.optimizer))
-    run.close()
+    with meshes_on(device):
+        run: _AnyRun = kind(layout, full, make)
+        full, grads = run.start(full), [run.gradients(draw()) for _ in range(steps)]
+        key = repr((steps_of.__name__, kind, device, cases, dtype, steps, options))
+        if key not in _REMEMBERED:
+            _REMEMBERED[key] = list(steps_of(cases, options, full, grads))
+        found = _beside(run, grads, _REMEMBERED[key], sum(len(case.view.matrices) for case in cases.values()))
+        if about:
+            found = replace(found, about=about(run.optimizer))
+        run.close()
     return found
 
 
@@ -154,7 +148,7 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             decayed = before[name].double() * decay
             one, other = ((decayed - after.double()) / lr for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # NaN is the worst: no number replaces it
+            if difference > worst or math.isnan(difference):  # NaN counts as the largest difference
                 worst, where = difference, name
     bitwise &= run.keeps(state)
     # Conversion to fp64 is exact for momentum of every dtype.
@@ -171,7 +165,7 @@ _REMEMBERED: dict[str, list[_State]] = {}
 def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
     """Yield the state of a reference model after each step of shardmuon on unsharded tensors."""
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-    optimizer = Muon(groups_of(params, cases), **options)
+    optimizer = Muon(ParamCase.groups(params, cases), **options)
     for of_step in grads:
         for name, grad in of_step.items():
             params[name].grad = grad.clone()
@@ -182,21 +176,20 @@ def _dense_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads: Sequence[_Whole]) -> Iterator[_State]:
     """Yield the state of a reference model after each step of torch.optim.Muon, with one 2-D parameter per matrix."""
-    cut = {name: partial(cut_matrices, case.view) for name, case in cases.items()}
-    matrices = {name: [nn.Parameter(m.clone()) for m in cut[name](t)] for name, t in full.items()}
+    matrices = {name: [nn.Parameter(m.clone()) for m in cases[name].matrices(t)] for name, t in full.items()}
     theirs = {key: value for key, value in options.items() if key != "method"}
     optimizer = torch.optim.Muon([p for of_tensor in matrices.values() for p in of_tensor], **theirs)
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:
         whole = torch.empty_like(full[name])
         places = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
-        for at, value in zip(cut[name](places), values, strict=True):
+        for at, value in zip(cases[name].matrices(places), values, strict=True):
             whole.view(-1)[at] = value
         return whole
 
     for of_step in grads:
         for name, grad in of_step.items():
-            for p, matrix in zip(matrices[name], cut[name](grad), strict=True):
+            for p, matrix in zip(matrices[name], cases[name].matrices(grad), strict=True):
                 p.grad = matrix
         optimizer.step()
         yield {

@@ -25,7 +25,7 @@ from shardmuon.muon import Muon
 _Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 
-class GivenGradients(nn.Module):
+class _GivenGradients(nn.Module):
     """A module with a loss whose gradients are the tensors that the caller passes to `forward`.
 
     The module looks up its parameters by name, because FSDP1 replaces the parameter objects.
@@ -47,33 +47,8 @@ class GivenGradients(nn.Module):
         return own if self.inner is None else own + self.inner(grads)
 
 
-class _Inner(GivenGradients):
+class _Inner(_GivenGradients):
     """An inner module that FSDP1 wraps as a separate unit, apart from the module that contains it."""
-
-
-def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
-    """Wrap a model in FSDP1 on CPU. All ranks must call this function.
-
-    Args:
-        model: The model. By default, each of its `_Inner` modules becomes a separate FSDP1 unit.
-        strategy: Name of a `ShardingStrategy`. By default, the hybrid strategies make two replicas if the number of
-            ranks is even and larger than two, and one replica otherwise.
-        options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function. For
-            hybrid strategies, `process_group` replaces the groups of these replicas.
-    """
-    world = dist.get_world_size()
-    if strategy.startswith("HYBRID") and "process_group" not in options:
-        shape = (2, world // 2) if world % 2 == 0 and world > 2 else (1, world)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
-        options["process_group"] = (mesh.get_group("shards"), mesh.get_group("replicas"))
-    options = {"auto_wrap_policy": ModuleWrapPolicy({_Inner}), "use_orig_params": True, **options}
-    with quiet():
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=ShardingStrategy[strategy],
-            device_id=torch.device("cpu"),
-            **options,
-        )
 
 
 @contextmanager
@@ -83,14 +58,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """Gather copies of all weights of a wrapped model. Each key is the name of a weight before FSDP1 wrapped the model.
-    All ranks must call this function."""
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
-        return {name: p.detach().clone() for name, p in named}
 
 
 class Run:
@@ -147,10 +114,43 @@ class Fsdp1Run(Run):
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
-        self._model = wrap(GivenGradients(outside, _Inner(inside) if inside else None), strategy)
+        self._model = self.wrap(_GivenGradients(outside, _Inner(inside) if inside else None), strategy)
         params = {name.rpartition(".")[2]: p for name, p in self._model.named_parameters()}
         options = {"process_group": dist.group.WORLD} if strategy == "NO_SHARD" else {}
         self.optimizer = make({name: params[name] for name in names}, options)
+
+    @staticmethod
+    def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
+        """Wrap a model in FSDP1 on CPU. All ranks must call this function.
+
+        Args:
+            model: The model. By default, each of its `_Inner` modules becomes a separate FSDP1 unit.
+            strategy: Name of a `ShardingStrategy`. By default, the hybrid strategies make two replicas if the number of
+                ranks is even and larger than two, and one replica otherwise.
+            options: Keyword arguments of `FullyShardedDataParallel`, which override the defaults of this function. For
+                hybrid strategies, `process_group` replaces the groups of these replicas.
+        """
+        world = dist.get_world_size()
+        if strategy.startswith("HYBRID") and "process_group" not in options:
+            shape = (2, world // 2) if world % 2 == 0 and world > 2 else (1, world)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+            options["process_group"] = (mesh.get_group("shards"), mesh.get_group("replicas"))
+        options = {"auto_wrap_policy": ModuleWrapPolicy({_Inner}), "use_orig_params": True, **options}
+        with quiet():
+            return FullyShardedDataParallel(
+                model,
+                sharding_strategy=ShardingStrategy[strategy],
+                device_id=torch.device("cpu"),
+                **options,
+            )
+
+    @staticmethod
+    def whole_weights(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+        """Gather copies of all weights of a wrapped model, by the names that the weights had before FSDP1 wrapped the
+        model. All ranks must call this function."""
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+            return {name: p.detach().clone() for name, p in named}
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         self._model(grads).backward()
@@ -158,65 +158,12 @@ class Fsdp1Run(Run):
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name.removeprefix("inner."): t for name, t in whole_weights(self._model).items()}
+        return {name.removeprefix("inner."): t for name, t in self.whole_weights(self._model).items()}
 
     def momentum(self) -> dict[str, Tensor]:
         with quiet():
             found = FullyShardedDataParallel.optim_state_dict(self._model, self.optimizer)["state"]
         return {name.removeprefix("inner."): state["momentum_buffer"] for name, state in found.items()}
-
-
-# ------------------------------------------------------------------------------------------------------------ DeepSpeed
-
-
-def start_deepspeed() -> Any:
-    """Import DeepSpeed for CPU, and initialize its communication on the default process group. All ranks must call this
-    function."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    with quiet():
-        import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    old = r"`torch.distributed.\w+` is deprecated"  # DeepSpeed calls functions that torch deprecates
-    warnings.filterwarnings("ignore", old, FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # this extension takes minutes to compile
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
-    return deepspeed
-
-
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-    """Make a DeepSpeed engine on CPU. All ranks must call this function.
-
-    Args:
-        model: The model to train.
-        optimizer: The optimizer that updates the weights.
-        config: DeepSpeed's configuration. By default, gradients are not clipped, steps are practically never printed,
-            and DeepSpeed accepts an optimizer that it does not know. `config` can override all these defaults.
-    """
-    fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
-    fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    deepspeed = start_deepspeed()
-    with quiet():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **config})
-    return engine
-
-
-def whole_weight(param: Tensor) -> Tensor:
-    """Gather a copy of a whole fp32 weight at ZeRO stages 1 to 3. All ranks must call this function."""
-    return _find("safe_get_full_fp32_param", param)
-
-
-def whole_momentum(param: Tensor) -> Tensor:
-    """Gather a copy of a parameter's whole momentum at ZeRO stages 1 to 3. All ranks must call this function, after the
-    first step."""
-    return _find("safe_get_full_optimizer_state", param, "exp_avg")
-
-
-def _find(function: str, param: Tensor, *key: str) -> Tensor:
-    from deepspeed import utils
-
-    found: Tensor = getattr(utils, function)(param, *key)
-    shape = getattr(param, "ds_shape", param.shape)  # at ZeRO stage 3, `param` is an empty placeholder
-    return found.detach().clone().view(shape)
 
 
 class ZeroRun(Run):
@@ -236,24 +183,76 @@ class ZeroRun(Run):
     def __init__(self, row: str, full: Mapping[str, Tensor], make: _Make) -> None:
         zero = self.ROWS[row]
         self._whole = zero["stage"] == 0
-        model = GivenGradients(full)
+        model = _GivenGradients(full)
         self._params = dict(model.named_parameters())
         self.optimizer = make(self._params, {"process_group": dist.group.WORLD} if self._whole else {})
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config |= {halves[t.dtype]: {"enabled": True} for t in full.values() if t.dtype in halves}
-        self._engine = initialize(model, self.optimizer, config)
+        self._engine = self.initialize(model, self.optimizer, config)
+
+    @staticmethod
+    def start_deepspeed() -> Any:
+        """Import DeepSpeed for CPU, and initialize its communication on the default process group. All ranks must call
+        this function."""
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        with quiet():
+            import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        old = r"`torch.distributed.\w+` is deprecated"  # DeepSpeed calls functions that torch deprecates
+        warnings.filterwarnings("ignore", old, FutureWarning)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # this extension takes minutes to compile
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
+        return deepspeed
+
+    @staticmethod
+    def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
+        """Make a DeepSpeed engine on CPU. All ranks must call this function.
+
+        Args:
+            model: The model to train.
+            optimizer: The optimizer that updates the weights.
+            config: DeepSpeed's configuration. By default, gradients are not clipped, steps are practically never
+                printed, and DeepSpeed accepts an optimizer that it does not know. `config` can override all these
+                defaults.
+        """
+        fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
+        fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        deepspeed = ZeroRun.start_deepspeed()
+        with quiet():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**fixed, **config})
+        return engine
+
+    @staticmethod
+    def whole_weight(param: Tensor) -> Tensor:
+        """Gather a copy of a whole fp32 weight at ZeRO stages 1 to 3. All ranks must call this function."""
+        return _find("safe_get_full_fp32_param", param)
+
+    @staticmethod
+    def whole_momentum(param: Tensor) -> Tensor:
+        """Gather a copy of a parameter's whole momentum at ZeRO stages 1 to 3. All ranks must call this function, after
+        the first step."""
+        return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         self._engine.backward(self._engine(grads))
         self._engine.step()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() if self._whole else whole_weight(p) for name, p in self._params.items()}
+        return {name: p.detach().clone() if self._whole else self.whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
         state = self.optimizer.state  # at ZeRO stage 0, its keys are the model's parameters
-        return {n: state[p]["momentum_buffer"] if self._whole else whole_momentum(p) for n, p in self._params.items()}
+        whole = self._whole
+        return {n: state[p]["momentum_buffer"] if whole else self.whole_momentum(p) for n, p in self._params.items()}
 
     def close(self) -> None:
         self._engine.destroy()
+
+
+def _find(function: str, param: Tensor, *key: str) -> Tensor:
+    from deepspeed import utils
+
+    found: Tensor = getattr(utils, function)(param, *key)
+    shape = getattr(param, "ds_shape", param.shape)  # at ZeRO stage 3, `param` is an empty placeholder
+    return found.detach().clone().view(shape)

@@ -48,18 +48,12 @@ _Tensors = Mapping[str, Tensor]
 _Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
 
 
-_KIND = ["cpu"]
-
-
-def mesh_kind() -> str:
-    """Return the device type of new meshes: "cpu", or the type that an enclosing `meshes_on` context sets."""
-    return _KIND[-1]
+_KIND = ["cpu"]  # device types set by nested `meshes_on` contexts; new meshes use the last entry
 
 
 @contextlib.contextmanager
 def meshes_on(kind: str) -> Iterator[None]:
-    """Build layouts on the device type `kind`, such as "cuda", in this context. The tensors to shard must already be on
-    this device."""
+    """Build layouts on the device type `kind`, such as "cuda", in this context."""
     _KIND.append(kind)
     try:
         yield
@@ -97,7 +91,9 @@ class _LayoutCase:
         return self.groups(self.mesh(world))
 
     def build(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Shard full tensors, and return this rank's shards. All ranks of the default group must call this method."""
+        """Move full tensors to the device type of new meshes, shard the tensors, and return this rank's shards. All
+        ranks of the default group must call this method."""
+        tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
         # Reuse an earlier result if possible, see [Note: cut once]. This is not possible for tensors of mixed dtypes,
         # because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
@@ -108,11 +104,10 @@ class _LayoutCase:
     def numbers(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         """Shard fp64 tensors whose shapes are those of `tensors` and whose elements are their own indices. Return this
         rank's shards. All ranks of the default group must call this method."""
-        key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
+        key = (dist.group.WORLD, _KIND[-1], self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
-            numbers = ((t, torch.arange(t.numel(), dtype=torch.float64, device=t.device)) for t in tensors.values())
-            of_shapes = (places.view(t.shape) for t, places in numbers)
-            _CUT[key] = self.builder(dict(zip(tensors, of_shapes, strict=True)), shape)
+            places = {n: torch.arange(t.numel(), dtype=torch.float64, device=_KIND[-1]) for n, t in tensors.items()}
+            _CUT[key] = self.builder({name: places[name].view(t.shape) for name, t in tensors.items()}, shape)
         return _CUT[key]
 
 
@@ -138,7 +133,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # as nn.Parameter would set it
+            made[name]._is_param = True  # nn.Parameter sets this attribute, too
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -152,15 +147,15 @@ def _placed(local: Tensor, like: DTensor) -> DTensor:
 
 
 def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
-    """Return a mesh on the device type that `mesh_kind` returns, with axes named "a0", "a1" and so on. Meshes are
-    cached. All ranks must make the first call for a mesh.
+    """Return a mesh with axes named "a0", "a1" and so on. The mesh is on the CPU, or on the device type that
+    `meshes_on` selects. Meshes are cached. All ranks must make the first call for a mesh.
 
     Args:
         shape: Sizes of the axes.
         purpose: Part of the key in the cache. Layouts that imitate Megatron-FSDP need separate meshes, because they set
             an attribute on their meshes.
     """
-    return _mesh_of(dist.group.WORLD, mesh_kind(), shape, purpose)
+    return _mesh_of(dist.group.WORLD, _KIND[-1], shape, purpose)
 
 
 @cache
@@ -178,7 +173,7 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def _placed_by(
-    places: Callable[[int, Tensor], Sequence[Placement]],  # (tensor's index, tensor) -> its placements
+    places: Callable[[int, Tensor], Sequence[Placement]],  # maps a tensor's index and the tensor to placements
 ) -> _Builder:
     """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. If the number of
     placements differs from the number of mesh axes, the tensor's mesh has a single axis with all ranks. If `places`
@@ -242,13 +237,13 @@ def _chunk(tensor: Tensor, parts: int, dim: int = 0) -> list[Tensor]:
 
 
 def _shard_like_megatron(
-    tensors: Mapping[str, Tensor],  # full tensors
+    tensors: _Tensors,
     mesh: DeviceMesh,
     *,
-    hybrid: bool = False,  # True: both an outer (first) and an inner mesh axis shard the rows
-    tensor_parallel: bool = False,  # True: the last mesh axis shards tensors alternately by rows and columns
+    hybrid: bool = False,  # True if an outer (first) and an inner mesh axis both shard the rows
+    tensor_parallel: bool = False,  # True if the last mesh axis shards tensors alternately by rows and columns
 ) -> dict[str, Tensor]:
-    """Make DTensors that are sharded as in Megatron-FSDP v1, without communication between ranks."""
+    """Shard full tensors by rows as in Megatron-FSDP v1, and return DTensors. Ranks do not communicate."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
     # Megatron-FSDP splits over the inner mesh axis first. So shard i * num_outer + o belongs to the rank at coordinate
@@ -261,7 +256,7 @@ def _shard_like_megatron(
     for number, (name, full) in enumerate(tensors.items()):
         dim = number % 2 + full.ndim - 2
         whole = _chunk(full, num_parts, dim)[part] if tensor_parallel else full
-        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)  # in rows
+        start, stop = _in_buffer(3 * number % 7, len(whole) if whole.numel() else 0, num_shards, shard)
         placements: list[Placement] = [*[Shard(0)] * len(at), *[Shard(dim)] * tensor_parallel]
         local = whole[start:stop].contiguous().clone()
         out[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
@@ -311,7 +306,7 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # the first dim of a stack is the expert
+        dim += full.ndim == 3  # the first dim of a stack indexes experts
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out
@@ -382,9 +377,8 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("lone strided", _flat, _lone_strided),
         _LayoutCase("hsdp+tp", lambda n: (2, n // 4, 2) if n % 4 == 0 else (1, *_square(n)), _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
-        _LayoutCase(  # shards stacks by expert and by rows, over one mesh axis each, and all else over all ranks
-            "ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])
-        ),
+        # Stacks are sharded by expert and by rows, each over one mesh axis. Other tensors are sharded over all ranks.
+        _LayoutCase("ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])),
         _LayoutCase("mixed meshes", _square, _placed_by(lambda i, t: _MIXED[i % len(_MIXED)])),
         _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
         _LayoutCase("megatron-fsdp hfsdp", _square, _megatron("hfsdp", hybrid=True)),
@@ -423,6 +417,29 @@ class ParamCase:
         """The view that splits the parameter into one or more matrices."""
         return matrix_view(self.shape, **self.options)
 
+    def matrices(self, full: Tensor) -> list[Tensor]:
+        """Copy the matrices of the full tensor into separate 2-D tensors, in the order of `view.matrices`."""
+        view, out = self.view, []
+        fine = full.reshape(view.fine)
+        for matrix in view.matrices:
+            found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)
+            box = fine[
+                tuple(slice(start, start + size) for start, size in zip(matrix.start, matrix.sizes, strict=True))
+            ]
+            found.as_strided(matrix.sizes, matrix.strides).copy_(box)
+            out.append(found)
+        return out
+
+    @staticmethod
+    def groups(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase]) -> list[dict[str, Any]]:
+        """Make parameter groups for Muon, with the options of the parameters' cases. Parameters whose cases have equal
+        options share a group."""
+        table: dict[str, dict[str, Any]] = {}
+        for name, param in params.items():
+            options = cases[name].options
+            table.setdefault(repr(options), {"params": [], **options})["params"].append((name, param))
+        return list(table.values())
+
 
 PARAMS: dict[str, ParamCase] = {
     "square": ParamCase((16, 16), "divides on every mesh up to 8"),
@@ -455,24 +472,3 @@ PARAMS: dict[str, ParamCase] = {
         {"view": "stack", "split_sizes": (1, 1), "split_groups": 6, "transposed": True},
     ),
 }
-
-
-def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
-    """Make parameter groups for Muon. Parameters whose cases have equal options share a group. Each group has the
-    options of its cases, and `options`, which take precedence."""
-    table: dict[str, dict[str, Any]] = {}
-    for name, param in params.items():
-        group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})
-        group["params"].append((name, param))
-    return list(table.values())
-
-
-def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
-    """Copy the matrices of a full tensor into separate 2-D tensors, in the order of `view.matrices`."""
-    fine, out = full.reshape(view.fine), []
-    for matrix in view.matrices:
-        found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)
-        box = fine[tuple(slice(start, start + size) for start, size in zip(matrix.start, matrix.sizes, strict=True))]
-        found.as_strided(matrix.sizes, matrix.strides).copy_(box)
-        out.append(found)
-    return out

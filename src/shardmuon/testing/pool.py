@@ -1,6 +1,6 @@
 """A pool of persistent ranks: processes in one process group, which start once and run many functions.
 
-The pool knows nothing about optimizers or layouts. A *rank* is one process of the pool. The *parent* is the process
+The pool does not depend on optimizers or layouts. A *rank* is one process of the pool. The *parent* is the process
 that uses the pool. A *call* runs one function on every rank. Each rank replies to the call with a result or an
 exception. If a rank hangs or dies instead, the pool kills all ranks.
 
@@ -71,8 +71,8 @@ _PRELOADED = [  # modules that the fork server imports; it skips modules that ar
 ]
 # After one rank fails, the pool waits this many seconds for failures of other ranks, so that the error names them all.
 _GRACE = 5.0
-# If any rank has more open files than this, the pool restarts its ranks. torch closes the files of a process group, and
-# stops the 2 threads of the group, only when the process ends.
+# If any rank has more open files than this number, the pool restarts its ranks. torch closes the files of a process
+# group, and stops the 2 threads of the group, only when the process ends.
 _MAX_OPEN_FILES = 400
 
 
@@ -148,7 +148,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self.timeout = timeout
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
-        weakref.finalize(self, _kill, self._ranks)  # kill the ranks at exit, or with an unused pool
+        weakref.finalize(self, _kill, self._ranks)  # kill the ranks at exit, or when the pool is deleted
 
     def run(self, fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
@@ -186,6 +186,13 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         of this process starts, because later calls have no effect. A module that raises ImportError is skipped."""
         _PRELOADED.append(module)
 
+    @staticmethod
+    @lru_cache(maxsize=3)  # cache only a few pools, because each rank uses up to 300 MB of memory
+    def cached(world_size: int) -> RankPool:
+        """Return a gloo pool with `world_size` ranks, which is shared within this process. The pools of the 3 most
+        recently used sizes are cached. The ranks of any other pool end as soon as no references to the pool remain."""
+        return RankPool(world_size, timeout=120.0)  # the time limit is long, because ranks can be slow on busy cores
+
     def close(self) -> None:
         """Kill all ranks. If `run` or `run_catching` is called later, new ranks start."""
         _kill(self._ranks)
@@ -199,7 +206,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         name = f"{getattr(fn, '__module__', 'builtins')}.{getattr(fn, '__qualname__', repr(fn))}"
         try:
             call = pickle.dumps((fn, args, kwargs, list(warnings.filters)))
-        except Exception as error:  # pickling runs methods of the arguments, which can raise anything
+        except Exception as error:  # pickling runs methods of the arguments, which can raise any exception
             raise TypeError(
                 f"{name}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
                 " importable module, and picklable arguments"
@@ -208,13 +215,13 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                self._receive(started, 180.0, _GRACE, catching=False)  # long: the fork server imports torch first
+                self._receive(started, 180.0, _GRACE, catching=False)  # the fork server imports torch first
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` reports the dead rank
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
-        except BaseException:  # e.g. Ctrl-C: the next call would receive late replies to this call
+        except BaseException:  # after Ctrl-C, the next call would otherwise receive late replies to this call
             self.close()
             raise
         if num_open_files > _MAX_OPEN_FILES:
@@ -287,13 +294,6 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return ordered, most_open_files
 
 
-@lru_cache(maxsize=3)  # cache only a few pools, because each rank uses up to 300 MB of memory
-def get_pool(world_size: int) -> RankPool:
-    """Return a gloo pool with `world_size` ranks, which is shared within this process. The pools of the 3 most recently
-    used sizes are cached. The ranks of any other pool end as soon as no references to the pool remain."""
-    return RankPool(world_size, timeout=120.0)  # long, because ranks can be slow on busy cores
-
-
 def _where(pipe: Connection) -> str:
     """Return the current stack of a rank's main thread. If the rank does not send its stack, return the reason."""
     with contextlib.suppress(OSError, EOFError):
@@ -348,7 +348,7 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host name, which can fail
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default, gloo looks up the host name, which can fail
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     if "gloo" in backend:
@@ -387,7 +387,7 @@ def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
     this rank. `pickle` copies tensors, whereas torch.multiprocessing would put them in shared memory."""
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
-    except BaseException as error:  # not even SystemExit or an outcome of pytest can end the rank
+    except BaseException as error:  # SystemExit and the exceptions of pytest must not end the rank
         failed = RankException(rank, type(error).__name__, str(error), traceback.format_exc())
         return pickle.dumps((failed, _num_open_files()))
     finally:

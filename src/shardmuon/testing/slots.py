@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import Products, batch_size, default_dtype, empty_batch, orthogonalize
+from shardmuon.orthogonalize import Products, batch_size, empty_batch, orthogonalize, products_dtype
 from shardmuon.orthogonalize.schedules import schedule
 
 # Shapes for which libraries often choose special kernels: matrices with fewer rows than a vector register has elements,
@@ -41,7 +41,7 @@ def search(
         For each shape, method and dtype, a description and a list with one bool per comparison: True if the bits are
         equal.
     """
-    generator, of_gram = torch.Generator().manual_seed(0), default_dtype("gram", device)
+    generator, of_gram = torch.Generator().manual_seed(0), products_dtype("gram", None, device)
     ways = [("standard", dtype) for dtype in dtypes]
     if of_gram in dtypes:
         ways.append(("gram", of_gram))
@@ -72,8 +72,8 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            # `given` is a smaller batch, which `orthogonalize` pads with zeros. In odd draws, it also contains the
-            # matrix in the next slot.
+            # `given` is a smaller batch, which `orthogonalize` pads with zeros. In odd draws, `given` also
+            # contains the matrix in the next slot.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]

@@ -19,26 +19,20 @@ from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Held
 from shardmuon.layout.views import Ints
 
-# States of a gradient: missing, placed like its parameter, placed unlike its parameter.
-NONE, READY, MISPLACED = 0, 1, 2
-# Descriptions of the three states for error messages.
-STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
+
+class GradientState:
+    """States of a gradient, as texts for error messages."""
+
+    NONE = "no gradient"
+    READY = "a gradient"
+    MISPLACED = "a gradient that is placed unlike the parameter"
+
 
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape of a tensor, and rank -> pieces that it stores
-
-# Part of error messages that explains how to get the process group of AutoTP, DeepSpeed's tensor parallelism.
-AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
-
-
-def name_of(group: Group, index: int, position: int) -> str:
-    """Return the name that the user gave to a parameter, or a text with the parameter's position and group index if
-    there is no such name."""
-    names = names_of(group)
-    return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
 def names_of(group: Group) -> Sequence[str]:
@@ -50,8 +44,11 @@ def names_of(group: Group) -> Sequence[str]:
 
 
 def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
-    """List the (name, parameter) pairs of a group, with names from `name_of`."""
-    return [(name_of(group, index, position), param) for position, param in enumerate(group["params"])]
+    """List the (name, parameter) pairs of a group. If the user gave no names, a name is a text with the parameter's
+    position and the group's index."""
+    names, params = names_of(group), group["params"]
+    names = names or [f"parameter {position} of group {index}" for position in range(len(params))]
+    return list(zip(map(str, names), params, strict=True))
 
 
 Grid = tuple[Ranks, ...]  # ranks that share a tensor: one row per replica, one column per part
@@ -84,18 +81,19 @@ class Extent(NamedTuple):
 
     Attributes:
         shape: Shape of the storage.
-        held: Pieces in the storage, if other ranks cannot compute them from the shape; otherwise empty.
+        held: Pieces in the storage; None if `Engine.stored` computes them from the claims.
     """
 
     shape: Ints
-    held: tuple[Held, ...] = ()
+    held: tuple[Held, ...] | None = None
 
 
 class Claim(NamedTuple):
     """One rank's description of a tensor, as plain data that the rank can send.
 
     Attributes:
-        form: Description of the tensor's layout. If ranks that share the tensor have different forms, all of them raise
+        form: Description of the tensor's layout, beginning with the tensor's global shape. A size of -1 marks a dim
+            that is cut into parts of any size. If ranks that share the tensor have different forms, all of them raise
             an error.
         text: Description of the form in words, for error messages.
         extent: This rank's storage, which other ranks do not know.
@@ -125,8 +123,7 @@ class Engine:
 
     Attributes:
         believes_placements: True if the tensors have mesh placements that the storage must match. The state tensor of a
-            stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and the fields of
-            `OnMesh`.
+            stack (`kept_zeros`) is then placed like the stack, and `Claim.form` consists of the shape and an `OnMesh`.
         plain_shards: True if the tensors are plain shards of larger tensors, so that checkpoints use the layout table
             to split tensors into shards and to join shards.
     """
@@ -159,8 +156,8 @@ class Engine:
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
                 "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
-                f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
-                "this rank alone"
+                "tp_group=<its tensor-parallel process group> (of DeepSpeed's AutoTP: deepspeed.utils.groups."
+                f"get_tensor_model_parallel_group()); tp_group=({my_rank()},) if that has this rank alone"
             )
         ranks, shape = _mates_of(group), tuple(param.shape)
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
@@ -168,7 +165,8 @@ class Engine:
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         """Compute the tensor's global shape and the pieces that each rank stores. This is a pure function: equal claims
-        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces.
+        give equal results. The caller checks for gaps, overlaps and out-of-bounds pieces. The base class takes the
+        pieces from the claims; a rank whose claim has none stores the whole tensor.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
         `offset` of the tensor and at index `local` of the storage. The strides of the storage are arbitrary. If the
@@ -183,8 +181,8 @@ class Engine:
         Raises:
             ValueError: The claims of different ranks contradict each other.
         """
-        shape = extents[grid[0][0]].shape
-        return shape, dict.fromkeys(extents, (Held.whole(shape),))
+        shape, whole = form[0], (Held.whole(form[0]),)
+        return shape, {rank: whole if extent.held is None else extent.held for rank, extent in extents.items()}
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """List the process groups in the options of the parameter's group, each as a process group, a `GroupRef` or
@@ -302,11 +300,9 @@ def engine_of(param: Tensor) -> Engine:
     `engine_for` instead, which also reads the options of the parameter group."""
     # Skip the search for a plain tensor without attributes: engines recognize plain tensors by attributes that
     # frameworks set.
-    if type(param) not in (Tensor, torch.nn.Parameter) or param.__dict__:
-        for engine in _ENGINES:
-            if engine.recognizes(param):
-                return engine
-    return _PLAIN
+    if type(param) in (Tensor, torch.nn.Parameter) and not param.__dict__:
+        return _PLAIN
+    return next(engine for engine in _ENGINES if engine.recognizes(param))
 
 
 def is_marked(param: Tensor) -> bool:

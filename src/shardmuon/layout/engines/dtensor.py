@@ -40,23 +40,29 @@ class DTensorEngine(Engine):
     def recognizes(self, param: Tensor) -> bool:
         return is_dtensor(param)
 
+    @staticmethod
+    def placed(tensor: DTensor) -> str:
+        """Format a DTensor's placements and mesh for error messages."""
+        mesh = tensor.device_mesh
+        axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
+
     def ties(self, param: Any, group: Group) -> Ties:
-        ranks, rank = mesh_key(param.device_mesh)[1], my_rank()
+        ranks, rank = _ranks_of(param.device_mesh), my_rank()
         return Ties((rank,), tuple(sorted(ranks)) if rank in ranks else (rank,))
 
     def claim(self, param: Any, group: Group) -> Claim:
-        mesh, ranks = mesh_key(param.device_mesh)
-        if my_rank() not in ranks:
+        mesh = param.device_mesh
+        place = meshes.OnMesh(tuple(mesh.shape), _ranks_of(mesh), _cuts_of(param.placements))
+        if my_rank() not in place.ranks:
             raise ValueError(
-                f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}; leave it out of this rank's "
-                "groups"
+                f"rank {my_rank()} is not in the parameter's mesh {mesh}; leave it out of this rank's groups"
             )
-        form = tuple(param.shape), mesh, ranks, _cuts_of(param.placements)
-        return Claim(form, placed(param), Extent(tuple(param._local_tensor.shape)))
+        return Claim((tuple(param.shape), place), self.placed(param), Extent(tuple(param._local_tensor.shape)))
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        shape, mesh, ranks, placements = form
-        found = dict(zip(ranks, meshes.reading(shape, mesh, placements), strict=True))
+        shape, place = form
+        found = place.reading(shape)
         if not all(meshes.same_storage(implied, extents[rank].shape) for rank, (_, implied) in found.items()):
             raise ValueError(
                 f"cannot tell which elements a rank holds when its storage differs from its placements, which say "
@@ -96,11 +102,11 @@ class DTensorEngine(Engine):
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not is_dtensor(grad):
-            raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {placed(param)}")
+            raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {self.placed(param)}")
         if grad.device_mesh != param.device_mesh or grad.shape != param.shape:
             raise ValueError(
-                f"its gradient of shape {tuple(grad.shape)} is placed {placed(grad)}, the parameter of shape "
-                f"{tuple(param.shape)} {placed(param)}. Redistribute the gradient to the parameter's mesh"
+                f"its gradient of shape {tuple(grad.shape)} is placed {self.placed(grad)}, the parameter of shape "
+                f"{tuple(param.shape)} {self.placed(param)}. Redistribute the gradient to the parameter's mesh"
             )
         if grad.placements == param.placements:
             return True
@@ -112,7 +118,7 @@ class DTensorEngine(Engine):
         ):
             raise ValueError(
                 f"its gradient is placed unlike the parameter, which stores shape {stored} here and not what its "
-                f"placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
+                f"placements imply ({self.placed(param)}). Redistribute the gradient to the parameter's rows first"
             )
         return False
 
@@ -158,16 +164,9 @@ def _around(
     return DTensor(storage, DTensorSpec(param.device_mesh, tuple(placements), meta), requires_grad=False)
 
 
-def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
-    """Return the shape of a mesh and its global ranks in row-major order."""
-    return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
-
-
-def placed(tensor: DTensor) -> str:
-    """Format a DTensor's placements and mesh for error messages."""
-    mesh = tensor.device_mesh
-    axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-    return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
+def _ranks_of(mesh: DeviceMesh) -> Ints:
+    """Return the global ranks of a mesh in row-major order."""
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]:
@@ -181,11 +180,8 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
     found: list[meshes.Shard | None] = []
     for placement in placements:
-        # This check precedes the check for Shard, the base class of strided shards in older versions of torch.
-        if isinstance(placement, strided_shard()):
-            found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
-        elif isinstance(placement, Shard):
-            found.append(meshes.Shard(placement.dim))
+        if isinstance(placement, (Shard, strided_shard())):
+            found.append(meshes.Shard(placement.dim, int(getattr(placement, "split_factor", 1))))
         elif isinstance(placement, Replicate):
             found.append(None)
         else:
@@ -197,4 +193,5 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
     """Compute the shape of this rank's local part of a tensor with the given global shape and placements."""
-    return meshes.read_at(shape, tuple(mesh.shape), _cuts_of(placements), tuple(mesh.get_coordinate() or ()))[1]
+    place = meshes.OnMesh(tuple(mesh.shape), (), _cuts_of(placements))
+    return place.read_at(shape, tuple(mesh.get_coordinate() or ()))[1]

@@ -8,7 +8,6 @@ once. A rank that stores no element of the tensor has an empty shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
-from shardmuon.layout.engines.base import Claim, Engine, Extent, Grid, Group, Stored, Ties
-from shardmuon.layout.mesh import Cut, flat_part
+from shardmuon.layout.engines.base import Claim, Engine, Extent, Group, Ties
+from shardmuon.layout.mesh import Cut
+from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.views import Ints
 
 
@@ -32,12 +32,11 @@ class FlatShard:
             parts of all ranks in this group, so a framework that replicates parts within the group must clip gradients
             itself.
         kind: Name of this kind of shard for error messages, in words that users know.
-        tp_group: The tensor-parallel group, if there is one. `group` then consists of ranks that have the same index in
-            their tensor-parallel groups.
+        tp_group: The tensor-parallel group, or the group of ranks that store replicas of this shard (FSDP1's
+            HYBRID_SHARD); None if there is none. `group` then consists of ranks that have the same index in their
+            groups.
         cut: Cut of the tensor into equal parts over `tp_group`. None: every rank of `tp_group` has the whole tensor.
         home: Accelerator from which the shard was offloaded to the CPU; None: the shard is not offloaded.
-        copies: True if the ranks of `tp_group` store replicas of this shard (FSDP1's HYBRID_SHARD) instead of being a
-            tensor-parallel group.
 
     Raises:
         ValueError: The cut does not give equal parts, or ranges of flattened elements are not supported for it.
@@ -50,7 +49,6 @@ class FlatShard:
     tp_group: GroupRef | None = None
     cut: Cut | None = None
     home: torch.device | None = None
-    copies: bool = False
 
     def __post_init__(self) -> None:
         cut, num_parts = self.cut, 1 if self.tp_group is None else len(self.tp_group.ranks)
@@ -67,6 +65,23 @@ class FlatShard:
                 f"stride {cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Put it in a group "
                 "with use_muon=False"
             )
+
+    def held(self, numel: int, part: int = 0) -> tuple[Held, ...]:
+        """Compute the pieces that make up a shard of `numel` elements, in storage order. `part`: index of this rank in
+        `tp_group`."""
+        stop = self.start + numel
+        if self.cut is None:
+            return (Held(FlatRange(self.start, stop), (0,)),) if numel else ()
+        num_parts = 1 if self.tp_group is None else len(self.tp_group.ranks)
+        sizes = (self.shape[self.cut.dim] // num_parts,) * num_parts
+        found, at = [], 0
+        for box, _ in self.cut.parts(self.shape, sizes)[part]:
+            low, high = max(self.start, at), min(stop, at + box.numel)
+            if low < high:
+                assert isinstance(box, Box), "parts are boxes"
+                found.append(Held(FlatRange(low - at, high - at, box), (low - self.start,)))
+            at += box.numel
+        return tuple(found)
 
     def mark(self, tensor: Tensor) -> Tensor:
         """Attach this description to a 1-D tensor, and return the tensor."""
@@ -95,17 +110,12 @@ class FlatEngine(Engine):
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         info, parts = self.info(param), self.ties(param, group).parts
-        parallel = f" of tensor-parallel shards on {len(parts)} ranks" if len(parts) > 1 else ""
-        if info.copies:
-            parallel = f", {len(parts)} replicas,"
-        cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
-        stop = info.start + param.numel()
-        held = flat_part(info.shape, info.cut, parts.index(my_rank()), len(parts), info.start, stop)
-        extent = Extent(tuple(param.shape), held)
-        return Claim((info.shape, info.cut), f"{info.kind}{parallel}{cut}", extent, empty_lacks_gradient=True)
-
-    def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
-        return form[0], {rank: extent.held for rank, extent in extents.items()}
+        cut = f", {len(parts)} replicas" if len(parts) > 1 else ""
+        if info.cut is not None:
+            dim, stride = info.cut
+            cut = f" of tensor-parallel shards on {len(parts)} ranks, cut along dim {dim} with stride {stride}"
+        extent = Extent(tuple(param.shape), info.held(param.numel(), parts.index(my_rank())))
+        return Claim((info.shape, info.cut), f"{info.kind}{cut}", extent, empty_lacks_gradient=True)
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         info = self.info(param)

@@ -60,7 +60,7 @@ class UnitPlace(NamedTuple):
     def of(param: Tensor) -> UnitPlace | None:
         """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
         parameter's model cannot be found."""
-        if not is_flattened(param):
+        if not getattr(param, "_fsdp_flattened", False):  # set by torch on original and on flat parameters
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
@@ -69,6 +69,22 @@ class UnitPlace(NamedTuple):
             UnitPlace.learn(gc.get_objects())
             found = _PLACES.get(param)
         return found
+
+    @staticmethod
+    def refuse_flat(param: Tensor) -> None:
+        """Raise ValueError if the tensor is an FSDP1 flat parameter. The message does not contain the parameter's
+        name."""
+        if getattr(param, "_is_flat_param", False):
+            raise ValueError(
+                "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
+                "FullyShardedDataParallel(..., use_orig_params=True)"
+            )
+
+    @staticmethod
+    def is_elsewhere(param: Tensor) -> bool:
+        """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
+        place = UnitPlace.of(param)
+        return place is not None and place.numel == 0
 
     @staticmethod
     def learn(objects: Iterable[Any]) -> None:
@@ -98,19 +114,14 @@ def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
         if extension is not None:
             fault = "it is a DTensor (tensor parallelism) inside FSDP1"
         start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
-        info = FlatShard(tuple(shape), start, group, "FSDP1 flat parameters", copies, None, home, copies is not None)
+        info = FlatShard(tuple(shape), start, group, "FSDP1 flat parameters", copies, home=home)
         _PLACES[param] = UnitPlace(weakref.ref(unit), number, info, numel, fault, is_sharded)
         if home is not None:
             param._shardmuon_home = home
 
 
-def is_flattened(param: Tensor) -> bool:
-    """True if the tensor is part of an FSDP1 flat parameter, or is a flat parameter itself."""
-    return bool(getattr(param, "_fsdp_flattened", False))
-
-
 def _found(param: Tensor) -> UnitPlace:
-    refuse_flat(param)
+    UnitPlace.refuse_flat(param)
     place = UnitPlace.of(param)
     if place is None:
         raise ValueError(
@@ -120,28 +131,13 @@ def _found(param: Tensor) -> UnitPlace:
     return place
 
 
-def refuse_flat(param: Tensor) -> None:
-    """Raise ValueError if the tensor is an FSDP1 flat parameter. The message does not contain the parameter's name."""
-    if getattr(param, "_is_flat_param", False):
-        raise ValueError(
-            "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
-            "FullyShardedDataParallel(..., use_orig_params=True)"
-        )
-
-
-def lies_elsewhere(param: Tensor) -> bool:
-    """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
-    place = UnitPlace.of(param)
-    return place is not None and place.numel == 0
-
-
 class FSDP1Engine(FlatEngine):
     """Engine for original parameters of FSDP1 (`use_orig_params=True`)."""
 
     def recognizes(self, param: Tensor) -> bool:
         place = UnitPlace.of(param)
         # With NO_SHARD, the parameter is a plain tensor, which the base engine handles.
-        return is_flattened(param) if place is None else place.is_sharded
+        return bool(getattr(param, "_fsdp_flattened", False)) if place is None else place.is_sharded
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info
