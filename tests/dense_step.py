@@ -35,7 +35,8 @@ SCALES = {
 
 
 def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return, for each matrix of a parameter, an array of the matrix's shape with the flat indices of its elements."""
+    """Return, for each matrix of a parameter, an array of the matrix's shape that contains the flat index of each
+    element in the parameter."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
     found = []
@@ -112,7 +113,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims that index rows
+        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims of the weight that index rows
         self._name, self._chooser, self._storage, self._wire = name, chooser, config, wire
         self._steps = 0
 
@@ -294,7 +295,7 @@ def assert_like_the_formula(
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights
-    buffers: str | None = None,  # device of the buffers, by default that of the weights
+    buffers: str | None = None,  # device of the step's buffers, by default the device of the weights
     **whole_options: Any,
 ) -> None:
     """Assert that `Muon` in one process, simulated ranks and dense Muon are bitwise identical over three steps.

@@ -26,7 +26,8 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import get_pool
 
 # Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
-# rates of SHARING, results reach the other replicas in a second exchange.
+# rates of SHARING, only one replica orthogonalizes a matrix, and a second exchange sends the result to the other
+# replicas.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -97,7 +98,8 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
     """Return the comparisons of a layout on each rank, keyed by the name of the reference.
 
     One reference is "dense", Muon in a single process. On 4 ranks, and for every third layout on 2 ranks, another
-    reference is torch.optim.Muon. For "dense", `about` has the plan and the number of messages to other ranks per step.
+    reference is torch.optim.Muon. The attribute `about` of the comparison with "dense" contains the plan and the number
+    of messages per step that this rank sends to other ranks.
     """
     return get_pool(world).run(_comparisons, layout)
 
@@ -105,8 +107,8 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 def _comparisons(layout: str) -> dict[str, Comparison]:
     """Compare with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 
-    Not every combination is run, because the plan is the same for all references, and only its byte counts depend on
-    the dtype. A second step reuses the momentum and the plan of the first step.
+    Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
+    only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.
     """
     # All layouts pass equal arguments, so that each rank computes a reference only once.
     once: dict[str, Any] = {"lr": 0.02}

@@ -100,7 +100,8 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
 
 
 # With offload_to_cpu=True (the default), FSDP1 of torch 2.13 does not copy gathered tensors on CPUs. The gathered
-# tensors of all state keys then share memory, and all have the values of the last key. This happens with any optimizer.
+# tensors of all state keys then share memory, and all have the values of the last key. This happens with any optimizer,
+# so COPIED disables offloading.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

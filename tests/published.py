@@ -49,8 +49,8 @@ def _standard(exact: Exact) -> float:
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
     """Return the relative increase of the step time when Muon replaces AdamW. The number of tokens is derived from
-    Muon's published share of the FLOPs. The time of forward and backward is derived from the published rate in
-    FLOP/s."""
+    Muon's published share of the FLOPs. The time of the forward and backward passes is derived from the published
+    rate in FLOP/s."""
     hardware = Hardware.load(gpu)
     exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -89,13 +89,14 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = sum(flops(method, rows, cols, KELLER, dtype))
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both methods reach the same fraction of the peak rate, so the ends of the two intervals are divided pairwise.
+    # Both methods reach the same fraction of the peak rate, so the lower end of one interval is divided by the lower
+    # end of the other, and the upper end by the upper end.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 
 def extra_flops() -> Interval:
-    """Return Muon's FLOPs for a square matrix of side d, as a fraction of the 6 N B FLOPs of training on B tokens. N is
-    the number of elements. The result is in units of d / B."""
+    """Return the number c for which orthogonalizing a square matrix of side d takes c d / B times the FLOPs of training
+    its elements on B tokens. Training takes 6 N B FLOPs for N elements."""
     d = 4096
     found = sum(flops("standard", d, d, KELLER, torch.bfloat16)) / (6 * d * d) / d
     return found, found

@@ -35,17 +35,18 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
-# The network is extremely slow between pairs of ranks on PAIRS, and between single ranks on APART, so that each replica
-# orthogonalizes all matrices itself.
+# PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each replica
+# orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Replicas share the orthogonalization unless working alone saves several latencies between nodes. With this latency,
-# working alone never saves enough.
+# Replicas divide the matrices among themselves, unless it saves several latencies between nodes if each replica
+# orthogonalizes all matrices itself. The latency of SHARING is so large that this never saves enough.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Make the plans of this process with another machine's rates, or with the real rates if `machine` is None."""
+    """Return a context in which plans are made with the rates of `machine`, or with the real rates if `machine` is
+    None."""
     return nullcontext() if machine is None else mock.patch.object(binding, "machine_of", return_value=machine)
 
 
@@ -105,8 +106,8 @@ def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, 
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
-    """Return a layout in which each row of the grid is a replica. The ranks of a row store shards along `dim`. The last
-    ranks of a row may have small or empty shards."""
+    """Return a layout in which each row of `grid` is a replica, whose ranks store shards along `dim`. The last ranks of
+    a row may have small or empty shards."""
     num = view.shape[dim]
     step = -(-num // len(grid[0]))
     cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
@@ -142,8 +143,7 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """Return a parameter with post-processing stages, each of which keeps as many numbers for a matrix as the longer
-    side of the matrix."""
+    """Return a parameter with post-processing stages, each of which keeps max(rows, cols) numbers for a matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -199,8 +199,8 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters. One in `every` also runs with the other matmul dtype. The owners of matrices do not
-    depend on the dtype, so the rest run only once."""
+    """Return test parameters for `rows`. One in `every` also runs with the other matmul dtype. This is enough, because
+    the dtype does not change which rank owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -215,7 +215,8 @@ def planned(
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
-    wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, like fp64 parameters
+    # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
+    wide: Collection[int] = (),
 ) -> Plan:
     how = replace(chooser, device=device)
 
@@ -232,8 +233,8 @@ def planned(
 
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-    """Return the layout of the state that a post-processing stage keeps. Every rank stores all of it, unless a stack is
-    sharded by matrices. Then a rank stores the state of its own matrices only."""
+    """Return the layout of the state that a post-processing stage keeps. If the shards of a stack consist of whole
+    matrices, each rank stores the state of its own matrices. In all other layouts, every rank stores the full state."""
     view = layout.view.kept(sizes)
     boxes = [held for of_rank in layout.held for held in of_rank]
     rest = layout.view.shape[1:]
@@ -330,8 +331,7 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return every set of ranks that sums norms together. A set is given as the `WeightSet` of each of its
-        ranks."""
+        """Return the sets of ranks that sum norms together, each as a dict that maps a rank to its `WeightSet`."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
@@ -345,8 +345,8 @@ class SimulatedRanks:
 
 
 class SimulatedExchange:
-    """The all-to-alls of one bucket among simulated ranks. Sender and receiver must agree about every size. All ranks
-    send before any rank waits."""
+    """The all-to-alls of one bucket among simulated ranks. The sizes that a sender and a receiver expect must be equal.
+    All ranks send before any rank waits."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks

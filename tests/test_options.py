@@ -69,8 +69,8 @@ LRS: list[float | Tensor] = [
 @pytest.mark.parametrize("lr", LRS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -> None:
-    """With a tensor lr, torch computes the factors of decay and update in the dtype of the lr, and `Muon` must do the
-    same."""
+    """With a tensor lr, torch computes the factors for weight decay and update in the dtype of the lr, and `Muon` must
+    do the same."""
     shapes = [*SHAPES, (10, 5), (33, 65), (64, 128)]
     for adjust, (nesterov, decay) in zip(
         itertools.cycle((None, "original", "match_rms_adamw")), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
@@ -90,8 +90,8 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
 
 
 def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
-    """Options that are missing in the checkpoint must not be reset to defaults, which would silently undo head splits,
-    views and AdamW groups."""
+    """Loading must not reset options that are missing in the checkpoint to defaults, because this would silently undo
+    head splits, views and AdamW groups."""
     theirs, mine = matrices(shapes=((8, 6), (6, 6))), matrices(shapes=((8, 6), (6, 6)))
     torchs = torch.optim.Muon([{"params": [theirs[0]]}, {"params": [theirs[1]]}], lr=0.1)
     run(torchs, theirs, [1])
@@ -219,7 +219,8 @@ def _optimizer_of_two_kinds(params: list[nn.Parameter]) -> Muon:
 @pytest.mark.parametrize("again", [lambda *both: pickle.loads(pickle.dumps(both)), _saved_to_a_file])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], steps_before: int) -> None:
-    """A copy takes over all options, even if the optimizer that loads the state was made with different options."""
+    """Loading restores all options of the original optimizer, even in an optimizer that was made with different
+    options."""
     params = [*matrices(), nn.Parameter(normal(7, seed=9))]
     optimizer = _optimizer_of_two_kinds(params)
     of_matrices, of_vector = optimizer.param_groups
@@ -267,8 +268,9 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # `found` and `plain` both include the rounding of a stored weight of up to 4 and of a difference of two weights,
-    # divided by the lr of 1/2. The formula of the scale, together with lr, adds six rounded operations.
+    # Each of `found` and `plain` is a difference of two weights of up to 4, divided by the lr of 1/2, and includes the
+    # rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds six rounded
+    # operations.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

@@ -125,7 +125,7 @@ def test_units_are_those_that_people_read() -> None:
     assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
 
 
-# Each option has a value that is not its default, and whether the value changes the counts of the plan.
+# Each entry gives a value of the option that is not its default, and whether this value changes the counts of a plan.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -135,7 +135,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # The mesh describes the process groups, because a plan without ranks has no real ones.
+    # A plan without ranks has no process groups but takes them from the mesh, so these options change nothing.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),
@@ -208,7 +208,8 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        (kept + 0.9 * more, "may not fit"),  # The memory that a plan predicts for a step is an upper bound.
+        # The plan only has an upper bound on the memory of a step, so slightly less memory may also be enough.
+        (kept + 0.9 * more, "may not fit"),
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),
     ):

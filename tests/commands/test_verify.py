@@ -100,7 +100,7 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     ok, cells = _row(deepspeed_pools[3], "zero3")
     assert ok and cells["NS runs"] == cells["matrices"] == "58", cells
-    # Under DeepSpeed, a step takes several calls of the optimizer, one for each set of partitions.
+    # Under DeepSpeed, a training step calls the optimizer several times, once for each set of partitions.
     assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 

@@ -32,7 +32,7 @@ def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
-    if layout == "hsdp" and world == 4:  # With two replicas, each bucket has three exchanges.
+    if layout == "hsdp" and world == 4:  # With two replicas, each bucket needs three exchanges.
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
 
@@ -47,7 +47,8 @@ OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AU
 
 
 def _live_model(config: dict[str, Any], mesh: _Mesh) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model, sharded by torch's own functions as in a user's script, and options of the optimizer."""
+    """Return the model, sharded by torch's own functions as in a user's script, and the options of `Muon` that this
+    sharding needs."""
     torch.manual_seed(0)
     model: Any = build(config, "cpu")
     for p in model.parameters():

@@ -100,7 +100,7 @@ def test_layers_are_told_from_their_experts() -> None:
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
     """With the mesh "shard=64 ep=8", each rank of DeepSeek-V3 stores 4 experts of 3 matrices in each of 58 layers. At
     least 95 % of these matrices are updated without communication, in at most 17 buckets instead of 348 smaller
-    ones. The batches of a bucket take at most a 32nd of the memory of the rank's momentum."""
+    ones. The batches of a bucket take at most 1/32 of the memory of the rank's momentum."""
     for c in count("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
@@ -122,7 +122,8 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "mesh", "seconds"),  # The column `seconds` is a goal. Planning took 1.1 and 7.3 seconds on one core.
+    # `seconds` is the goal for the planning time, which was measured as 1.1 and 7.3 seconds on one core.
+    ("model", "mesh", "seconds"),
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:

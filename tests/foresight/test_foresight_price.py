@@ -1,5 +1,5 @@
-"""Tests of the times that are predicted from the counts of a plan: tables of measurements, hardware files, and
-intervals."""
+"""Tests of predicted step times: the tables of measurements from which times are interpolated, the hardware files, and
+the intervals of the predictions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ SURFACE = _Known("here", True, {1.0: _measured([(10, 1.0, 1.0)]), 4.0: _measured
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        (TIME, (1,), (1.0, 1.0, 1.0), False),  # Below the smallest measured size, a time is pure latency.
+        # Below the smallest measured size, a time is pure latency and therefore constant.
+        (TIME, (1,), (1.0, 1.0, 1.0), False),
         # A surface is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
@@ -65,7 +66,7 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # No machine in the hardware files has been measured in full.
+    # Every hardware file has numbers that are derived or second-hand, and these must be marked as not verified.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
@@ -254,16 +255,16 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, _Known]) -> Hardware:
-    """Return the machine of `_machine` with some numbers replaced. Numbers whose name includes the word `without` are
-    left out."""
+    """Return the hardware of `_machine` with the numbers of `given` added or replaced. Numbers whose name contains the
+    word `without`, such as "peak", are left out."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the counts of four ranks that share eight matrices of rows x 4096 in two buckets, with one matrix per rank
-    and bucket."""
+    """Return the counts of a plan in which four ranks share eight matrices of `rows` x 4096. The plan has two buckets,
+    and in each bucket every rank owns one matrix."""
     size = rows * 4096
     moved = _Sent(inside=2 * size * 3 // 4, peers=3)
     sides = _Sides(gather=moved, scatter=moved)
