@@ -222,8 +222,8 @@ class Job:
         for names, of_group in self.case.groups:
             params = [(n, p) for n, p in ((n, net.get_parameter(n)) for n in names) if p.requires_grad]
             groups.append({"params": params if named else [p for _, p in params], **of_group})
-            # With momentum=0.5, or 0.5 as the first beta of AdamW, the momentum after the first step is half of the
-            # gradient. The job reads the clipped gradient from it.
+            # With momentum=0.5 or betas=(0.5, ..), the momentum after the first step is half of the gradient, so the
+            # job can read the clipped gradient from the momentum.
             if self.case.clip:
                 groups[-1] |= {"momentum": 0.5} if of_group.get("use_muon", True) else {"betas": (0.5, 0.95)}
             if options.get("variant"):

@@ -375,6 +375,6 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Return True if values, dtype and device are equal. An empty tensor counts as equal to anything."""
+    """Return True if values, dtype and device are equal, or if `found` is empty."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

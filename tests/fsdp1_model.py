@@ -65,7 +65,7 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
-    """Return the wrapped model and its optimizer. `how` has arguments of the FSDP wrapper."""
+    """Return the wrapped model and its optimizer. `how` contains arguments of the FSDP wrapper."""
     model = wrapped(tied(), strategy, **how)
     return model, Muon(model, **OPTIONS, **(options or {}))
 

@@ -287,7 +287,7 @@ def plant(
         held: Returns everything that a refused call must leave unchanged.
         before: Prepares each call. The argument is the index of the function.
         again: If True, `call` runs once more for every fourth function, and the exception is raised when the function
-        is entered for the third time.
+            is entered for the third time.
 
     Returns:
         The functions in which an exception went unnoticed, and the number of exceptions that all ranks raised.

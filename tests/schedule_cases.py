@@ -16,13 +16,13 @@ class ScheduleCase(NamedTuple):
 
     Attributes:
         band: Smallest and largest singular value after the steps, to two digits, for singular values from 0.01 to 1
-        before the steps.
+            before the steps.
         slope: Slope of the iteration at zero, which is the product of the linear coefficients of all steps.
         errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
-        `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only the
-        error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
+            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only
+            the error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
         restarts: Restarts of the Gram form in fp16, as a number or as the indices of steps, and the number of restarts
-        in fp32.
+            in fp32.
     """
 
     band: tuple[float, float]

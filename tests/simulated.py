@@ -38,8 +38,8 @@ _AUTO, SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
 # PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each replica
 # orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Replicas divide the matrices among themselves, unless it saves several latencies between nodes if each replica
-# orthogonalizes all matrices itself. The latency of SHARING is so large that this never saves enough.
+# Each replica orthogonalizes all matrices itself only if this saves several latencies between nodes. The latency of
+# SHARING is so large that the replicas always divide the matrices among themselves.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
@@ -288,7 +288,7 @@ class SimulatedRanks:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]
-        # Groups with equal options share one `Settings` object, because one call steps only groups that share it.
+        # Groups with equal options share one `Settings` object, because only such groups can be stepped in one call.
         settings = [said[said.index(one)] for one in said]
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}

@@ -219,8 +219,8 @@ def _optimizer_of_two_kinds(params: list[nn.Parameter]) -> Muon:
 @pytest.mark.parametrize("again", [lambda *both: pickle.loads(pickle.dumps(both)), _saved_to_a_file])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], steps_before: int) -> None:
-    """Loading restores all options of the original optimizer, even in an optimizer that was made with different
-    options."""
+    """A copy has all options of the original optimizer, even if the copy was made by loading a state dict into an
+    optimizer with different options."""
     params = [*matrices(), nn.Parameter(normal(7, seed=9))]
     optimizer = _optimizer_of_two_kinds(params)
     of_matrices, of_vector = optimizer.param_groups

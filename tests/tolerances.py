@@ -262,7 +262,7 @@ def assert_same_update(
         dtype: Dtype of the matmuls.
         coefficients: Coefficients of each step.
         matrix: The input of the orthogonalization. Without a matrix, the bound is valid for any matrix, but hundreds of
-        times wider.
+            times wider.
         exact: True if `expected` was computed in exact arithmetic. Its weights are still rounded to their dtype.
         what: Name of the update in the error message.
     """

@@ -14,11 +14,12 @@ class VariantCase(NamedTuple):
 
     Attributes:
         launches: Largest number of kernels that the variant may add to a step on an accelerator, for a model of one
-        layer and for a model of four layers. If a number is too small, test_cuda_shape.py prints the number found.
+            layer and for a model of four layers. If a number is too small, test_cuda_shape.py prints the number found.
         left_out: All findings that an audit must report when the first stage of the variant is left out. For a stage
-        before the orthogonalizer, this is usually "variant_wrong". For a stage after the orthogonalizer that keeps
-        state, it is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or columns give "wrong_matrix",
-        and one wrong factor gives "clipped_update" or "scale_wrong". If the findings differ, test_audit.py prints them.
+            before the orthogonalizer, this is usually "variant_wrong". For a stage after the orthogonalizer that keeps
+            state, it is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or columns give
+            "wrong_matrix", and one wrong factor gives "clipped_update" or "scale_wrong". If the findings differ,
+            test_audit.py prints them.
     """
 
     launches: tuple[int, int]
@@ -31,5 +32,5 @@ CASES = {
     "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
-# Tests refer to the three variants in TOGETHER by name, and to the variants that were added later by LATER.
+# Tests refer to the three variants in TOGETHER by name, and to all variants added later through LATER.
 LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))

@@ -256,7 +256,7 @@ def _machine(certain: bool = False) -> Hardware:
 
 def _but(without: str, given: dict[str, _Known]) -> Hardware:
     """Return the hardware of `_machine` with the numbers of `given` added or replaced. Numbers whose name contains the
-    word `without`, such as "peak", are left out."""
+    word `without` are left out; for example, without="peak" leaves out every peak rate."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
