@@ -167,8 +167,9 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key by which tests are grouped into units. The key is a mark, the file, or "every_layout" for all
-    files that share the comparisons of `every_layout.py`."""
+    """Return the key of the unit to which a test belongs. All tests of a unit run in one process. The key is the mark
+    "framework" or "apart", the path of the file, or "every_layout" for all files that share the comparisons of
+    `every_layout.py`."""
     for mark in ("framework", "apart"):
         if _has(item, mark):
             return mark

@@ -297,7 +297,8 @@ class _Mirror:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks, in which equal digests cancel to 0."""
+        """Return the merged message of all ranks. The digests of all ranks are equal, so they cancel to 0 when
+        merged."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 

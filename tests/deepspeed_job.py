@@ -210,8 +210,8 @@ class Job:
         if change is not None:
             first = self.net.a
             change(self.net)
-            # `change` may have replaced the parameter `a`. DeepSpeed itself remaps the parameters of a client optimizer
-            # in this way.
+            # `change` may have replaced the parameter `a`, so the optimizer's groups get the new parameter. DeepSpeed
+            # itself remaps the parameters of a client optimizer in this way.
             for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
         self.engine = initialize(self.net, self.optimizer, case.written())
@@ -299,7 +299,8 @@ def started(case: Case, **changed: Any) -> Iterator[Job]:
 
 
 def dense_update(weight: Tensor, momentum: Tensor) -> Tensor:
-    """Return a weight after a dense step with the options `HALF` and a gradient of twice the given momentum."""
+    """Return a weight after a first dense step with the options `HALF`. The gradient is twice the given momentum,
+    because with momentum=0.5 the momentum after the first step is half of the gradient."""
     dense = nn.Parameter(weight.clone())
     dense.grad = 2 * momentum
     assert float(dense.grad.norm()) > 0

@@ -298,7 +298,8 @@ def assert_like_the_formula(
     buffers: str | None = None,  # device of the step's buffers, by default the device of the weights
     **whole_options: Any,
 ) -> None:
-    """Assert that `Muon` in one process, simulated ranks and dense Muon are bitwise identical over three steps.
+    """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over three
+    steps.
 
     The lr changes in each step, and some gradients are missing in two of the steps. The gradients of the first two
     parameters have a row of zeros. On devices other than the CPU, only momentum is compared with dense Muon.

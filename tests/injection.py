@@ -309,8 +309,8 @@ def plant(
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
-    """Raise an exception in each function of `optimizer.step` before its first collective, while a framework calls the
-    step.
+    """Raise an exception in each function that runs in `optimizer.step` before the first collective, while a framework
+    calls the step.
 
     Args:
         run: A training step, which calls `optimizer.step` at least once. It runs three times.

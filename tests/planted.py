@@ -187,8 +187,8 @@ def _failing_after_the_step(original: Any) -> Any:
 
 
 def _rolled(original: Any) -> Any:
-    """Return a function that applies each update to the next matrix of the same shape, whichever rank orthogonalized
-    the two matrices."""
+    """Return a replacement for `apply_` that gives each matrix the update of the next matrix of the same shape, even if
+    different ranks orthogonalized the two matrices."""
 
     def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
         alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
@@ -567,7 +567,7 @@ FAULTS = {
         # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
         # owner.
         {"kept_wrong"},
-        # With fp32 matmuls, the error of the update is also large enough to be reported.
+        # With fp32 matmuls, the error of the update also exceeds the tolerance, so "wrong_matrix" is reported, too.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},

@@ -22,7 +22,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
     """Return the config of a decoder. The positional arguments are the sizes in `_SIZES`, followed by
-    intermediate_size."""
+    `intermediate_size`."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
@@ -33,7 +33,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of all numbers that round to the number in this text, such as "1.2B"."""
+    """Return the interval of all numbers that round to the number in `text`, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures in millions, 400M and 800M, are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
@@ -78,7 +78,7 @@ def newton_schulz_on_h100() -> Interval:
 
 def qwen25_3b_memory() -> Interval:
     exact = count(build(QWEN_3B), "dp=8", engine="zero")
-    # Muon stores one fp32 moment, and AdamW stores two.
+    # Muon stores one fp32 moment, and AdamW stores two, so Muon saves 4 bytes per element.
     saved = [4 * c.muon_elements / 2**30 for c in exact.classes]
     return min(saved), max(saved)
 

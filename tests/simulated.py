@@ -60,7 +60,7 @@ def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
 
 
 def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
-    """Return a rank's storage of its part of a full tensor."""
+    """Return the tensor in which a rank stores its part of a full tensor."""
     places = []
     for piece, local in of_rank:
         if isinstance(piece, FlatRange):
@@ -318,7 +318,7 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # In each round, every rank runs one phase.
+            # In each iteration of the loop, every rank runs one phase of the bucket's program.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(program.num_owned for program in programs.values())

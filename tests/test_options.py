@@ -48,7 +48,8 @@ def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_positional_arguments_are_torch_optim_muons() -> None:
     theirs = list(inspect.signature(torch.optim.Muon.__init__).parameters.values())
     ours = list(inspect.signature(Muon.__init__).parameters.values())
-    # The arguments of torch.optim.Muon before `eps` must come first in `Muon`, too, in the same order.
+    # The arguments of torch.optim.Muon before `eps` must come first in `Muon`, too, in the same order, so that
+    # positional arguments keep their meaning.
     same = [wanted.name for wanted in theirs].index("eps")
     # Unlike in torch.optim.Muon, lr has no default.
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
@@ -105,7 +106,7 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
-    # The eps of torch.optim.Muon has a different meaning, so AdamW keeps its default.
+    # The eps of torch.optim.Muon does not mean the same as that of AdamW, so the AdamW group keeps its default.
     assert found == [[4, True, (0.9, 0.95), 0.1, 1e-8], [None, False, (0.5, 0.6), 0.1, 1e-8]]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]

@@ -1,7 +1,7 @@
 """One row for each variant with post-processing stages, with expected values that tests cannot derive from the stages.
 A new variant needs a new row.
 
-The file has data only, because tests/golden/table.py also imports it in older revisions of the repository.
+The file has data only, because `make golden` also imports it together with older revisions of the package.
 """
 
 from __future__ import annotations

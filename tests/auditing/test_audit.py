@@ -59,8 +59,8 @@ def _next_step(optimizer: Muon) -> AuditReport:
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """Assert that a step on the layout matches a single-process run bitwise, and return the audit report of a second
-    step."""
+    """Assert that a step on the layout `layout` matches a single-process run bitwise, and return the audit report of a
+    second step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         # The optimizer warns about zero weights on ranks that store no element of a matrix.
@@ -101,7 +101,8 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
-# DRAWN covers Nesterov momentum, named schedules and the remaining matmul dtypes.
+# OPTIONS leaves out Nesterov momentum, named schedules and the remaining matmul dtypes, because the random steps of
+# DRAWN cover them.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),

@@ -283,7 +283,8 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    # The parameter "late" has no gradient before the checkpoint, and therefore no step count.
+    # The parameter "late" has no gradient before the checkpoint, so its step count is right even if no checkpoint is
+    # loaded.
     assert equal <= {"step of late"}
 
 

@@ -1,5 +1,5 @@
 """Tests of the vote before a step, simulated and on real ranks: which ranks form a connected component, and that all
-ranks of a component get the same verdict."""
+ranks of a component get the same result."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ def _most_bits() -> bool:
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
-    """A message that does not fit into gloo's buffer would abort the process."""
+    """A message that does not fit into gloo's buffer would abort the process, so a vote with more gradients must be
+    refused."""
     assert MOST_BITS > 500_000
     assert world3.run(_most_bits) == [True] * 3
 

@@ -125,7 +125,7 @@ def test_units_are_those_that_people_read() -> None:
     assert [str(Time(lo, lo, hi)) for lo, hi in ((1e-3, 3e-3), (2e-6, 4e-6))] == ["1 .. 3 ms", "2 .. 4 us"]
 
 
-# Each entry gives a value of the option that is not its default, and whether this value changes the counts of a plan.
+# For each option of a plan: a value that is not the default, and whether this value changes the counts of the plan.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),

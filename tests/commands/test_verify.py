@@ -55,7 +55,8 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert ok and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = _row(world2, "single", "hyperball")  # Without a process group, each rank updates its own matrices.
+    # Without a process group, each rank updates its own matrices without communication.
+    _, alone = _row(world2, "single", "hyperball")
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
