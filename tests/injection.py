@@ -56,7 +56,7 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("muon.py", "_host"),
-    # `align` calls a collective of torch, so after an exception in `align` the other ranks would wait forever.
+    # `align` calls a collective of torch, in which the other ranks would wait for a rank that raised in `align`.
     ("layout/engines/dtensor.py", "align"),
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),

@@ -32,7 +32,7 @@ def _join(store: str) -> None:
 
 def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
     """Return the time-outs of the default group and of the groups that shardmuon creates, and the text of the error
-    that `prepare` raises after all of these groups have been destroyed."""
+    that `prepare` raises after torch's process groups have been destroyed."""
     _join(store)
     made = [timeout_of(dist.group.WORLD)]
     parent = dist.new_group([0, 1], timeout=PARENTS)
