@@ -25,16 +25,16 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 
-# This process uses one thread, like the ranks, because some tests compare its results with those of the ranks bit for
-# bit.
+# This process uses one thread, like the ranks, because some tests compare its results bitwise with those of the ranks,
+# and the number of threads may change how sums are rounded.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
 
-# Results in these modules depend on the default matmul dtype, so their tests are marked `numeric`. The exceptions are
-# tests marked `stated`, which fix the matmul dtype themselves or have results that do not depend on it. Single tests of
-# other modules are also marked `numeric`. A test needs no second run if it only compares two runs with the same matmul
-# dtype bit for bit.
+# The tests of these modules are marked `numeric`, because their results depend on the default matmul dtype. The
+# exceptions are tests marked `stated`, which fix the matmul dtype themselves or have results that do not depend on it.
+# Single tests of other modules are marked `numeric`, too. A test that only compares two runs with the same matmul dtype
+# bitwise need not run with both dtypes.
 NUMERIC = {
     "test_auto",
     "test_docs",
@@ -43,8 +43,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Only the ranks of tests in these modules and of tests with DeepSpeed pools import a framework. All of these tests
-# therefore run in a separate process.
+# Ranks import a framework only in tests of these modules and in tests with DeepSpeed pools. These tests run in a
+# separate process, so that no other process needs to import a framework.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -56,7 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
-    # `__wrapped__` bypasses the cache, because the environment variable on which the result depends is not set yet.
+    # `__wrapped__` bypasses the cache of `cpu_has_bf16_matmul`, because SHARDMUON_CPU_BF16, on which the cached result
+    # depends, is set only afterwards.
     own = cpu_has_bf16_matmul.__wrapped__()
     if wanted != "own":
         os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
@@ -93,7 +94,7 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # Each index in the pipe has two bytes, so that a read of two bytes returns one whole index.
+        # Each index is written to the pipe as two bytes, so that a read of two bytes takes one whole index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
@@ -114,7 +115,8 @@ class _Shared:
         """Replace this process by a new Python process that runs the tests with the other matmul dtype. A new process
         is needed because the dtype is cached per process."""
         args = self._config.args
-        # Unless single tests are among the arguments, only the files that have numeric tests need to be imported.
+        # If no argument names a single test, only the files that have numeric tests are passed on, so that pytest does
+        # not import the other files.
         if not any("::" in arg for arg in args):
             args = list(dict.fromkeys(str(item.path) for item in items))
         os.chdir(self._config.invocation_params.dir)
@@ -139,8 +141,8 @@ class _Shared:
         capture.start_global_capturing()
         capture.suspend_global_capture()
         if self._config.pluginmanager.hasplugin("lfplugin"):
-            # Only the parent process may record which tests failed last, so the child process drops the plugin that
-            # records them.
+            # Only the parent process may record which tests failed last, so the child process unregisters `lfplugin`,
+            # the pytest plugin that records them.
             self._config.pluginmanager.unregister(name="lfplugin")
         return True
 
@@ -165,8 +167,9 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key by which tests are grouped into units. The key is a mark, the file, or "every_layout" for all
-    files that share the comparisons of `every_layout.py`."""
+    """Return the key of the unit to which a test belongs. All tests of a unit run in one process. The key is the mark
+    "framework" or "apart", the path of the file, or "every_layout" for all files that share the comparisons of
+    `every_layout.py`."""
     for mark in ("framework", "apart"):
         if _has(item, mark):
             return mark

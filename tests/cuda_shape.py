@@ -114,7 +114,8 @@ class CudaShape(TorchDispatchMode):
         self.waits: list[str] = []
         self.uploads: list[str] = []
         self._pinned: set[int] = set()
-        # In the modes "error" and "capture", the device refuses operations that make the host wait.
+        # In the modes "error" (set by torch.cuda.set_sync_debug_mode) and "capture" (while a graph is captured), the
+        # device refuses operations that make the host wait.
         self._sync_mode = "default"
         self._patches = contextlib.ExitStack()
 
@@ -216,7 +217,7 @@ class CudaShape(TorchDispatchMode):
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
             return torch.ones((), dtype=args[0].dtype).item()
-        # The device tensor has no values, so the host reads zeros.
+        # The device tensor has no values, so zeros are copied to the CPU.
         if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if "device" in kwargs:
@@ -238,8 +239,9 @@ class CudaShape(TorchDispatchMode):
             raise Refused(f"{func}: tensors on cuda:0 and on the CPU, at {_where()}")
         if name == "linalg_vector_norm" and not _where().startswith("auditing/"):
             x, dtype = tensors[0], kwargs.get("dtype") or tensors[0].dtype
-            # CUDA's norm kernel reads fp16 and bf16 and accumulates in fp32. Whenever the accumulation dtype is wider
-            # than the input dtype in another way, torch first makes a wider copy of the input.
+            # CUDA's norm kernel can read fp16 or bf16 and accumulate in fp32. For any other wider accumulation dtype,
+            # such as fp64 for an fp32 input, torch first makes a wider copy of the input. Such a copy of a whole matrix
+            # is refused.
             sums = dtype == x.dtype or (dtype, x.dtype.itemsize) == (torch.float32, 2)
             if not sums and x.dim() > 1 and min(x.shape[-2:]) > 1:
                 raise Refused(f"{func}: a copy of {x.dtype} {tuple(x.shape)} in {dtype}, at {_where()}")
@@ -295,7 +297,8 @@ class _Mirror:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def merge(self, message: vote._Message, merged: Any, what: str) -> vote._Message:
-        """Return the merged message of all ranks, in which equal digests cancel to 0."""
+        """Return the merged message of all ranks. The digests of all ranks are equal, so they cancel to 0 when
+        merged."""
         phase, flags, _, presence = message
         return phase, flags, 0, presence
 
@@ -317,8 +320,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the inner tensor of an argument. If `empty`, because another argument has no values, return it as a meta
-    tensor."""
+    """Return the inner tensor of an argument. With `empty`, which means that another argument has no values, return it
+    as a meta tensor."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 

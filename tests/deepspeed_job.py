@@ -86,11 +86,11 @@ SHAPES: Shapes = {
     "tiny": (1, 2),
 }
 MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
-# Each step orthogonalizes eight matrices, and the three heads of the parameter "heads".
+# A step runs 11 orthogonalizations: one for each of eight matrices, and one for each of the three heads of "heads".
 RUNS = 11
 # The first group has six trained matrices of different shapes. The matrix "row" is a single row, "e" is tied, and a
 # frozen matrix comes between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny"
-# has fewer elements than there may be ranks.
+# may have fewer elements than there are ranks, so some ranks store none of it.
 GROUPS: Groups = [
     (("a", "b", "e", "frozen", "f", "c", "row"), {"lr": 0.02}),
     (("d",), {"lr": 0.01, "weight_decay": 0.2}),
@@ -164,7 +164,8 @@ class Net(nn.Module):
 
 
 def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tensor]:
-    """Return the factors by which the loss multiplies the weights on a rank. These factors are also the gradients."""
+    """Return the factors by which the loss multiplies the weights on a rank. The loss is linear in the weights, so the
+    factors are also the gradients."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     unit = (3 if dist.get_world_size() == 3 else 1) / 8
     return {n: torch.randint(-8, 9, s, generator=generator) * unit for n, s in shapes.items()}
@@ -199,7 +200,7 @@ class Job:
             p.data = p.data.to(DTYPES[case.dtype]).float()
         self.trained = [name for name, p in self.dense.named_parameters() if p.requires_grad]
         options = {"method": case.method, **options}
-        # Hyperball variants do not support weight decay, so jobs with a variant use none.
+        # Hyperball variants do not support weight decay, so every job with a variant sets it to 0.
         if options.get("variant"):
             options["weight_decay"] = 0.0
         self.optimizer = Muon(self._groups(self.net, options, case.named), lr=1e-3, **options)
@@ -208,8 +209,8 @@ class Job:
         if change is not None:
             first = self.net.a
             change(self.net)
-            # `change` may have replaced the parameter `a`. DeepSpeed itself remaps the parameters of a client optimizer
-            # in this way.
+            # `change` may have replaced the parameter `a`, so the optimizer's groups get the new parameter. DeepSpeed
+            # itself remaps the parameters of a client optimizer in this way.
             for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
         self.engine = ZeroRun.initialize(self.net, self.optimizer, case.written())
@@ -220,7 +221,8 @@ class Job:
         for names, of_group in self.case.groups:
             params = [(n, p) for n, p in ((n, net.get_parameter(n)) for n in names) if p.requires_grad]
             groups.append({"params": params if named else [p for _, p in params], **of_group})
-            # With a momentum or beta of 0.5, the state after the first step is half of the gradient.
+            # With momentum=0.5 or betas=(0.5, ..), the momentum after the first step is half of the gradient, so the
+            # job can read the clipped gradient from the momentum.
             if self.case.clip:
                 groups[-1] |= {"momentum": 0.5} if of_group.get("use_muon", True) else {"betas": (0.5, 0.95)}
             if options.get("variant"):
@@ -295,7 +297,8 @@ def started(case: Case, **changed: Any) -> Iterator[Job]:
 
 
 def dense_update(weight: Tensor, momentum: Tensor) -> Tensor:
-    """Return a weight after a dense step with the options `HALF` and a gradient of twice the given momentum."""
+    """Return a weight after a first dense step with the options `HALF`. The gradient is twice the given momentum,
+    because with momentum=0.5 the momentum after the first step is half of the gradient."""
     dense = nn.Parameter(weight.clone())
     dense.grad = 2 * momentum
     assert float(dense.grad.norm()) > 0

@@ -35,7 +35,8 @@ SCALES = {
 
 
 def matrices(shape: tuple[int, ...], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return, for each matrix of a parameter, an array of the matrix's shape with the flat indices of its elements."""
+    """Return, for each matrix of a parameter, an array of the matrix's shape that contains the flat index of each
+    element in the parameter."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(shape[0], -1)]
     found = []
@@ -290,10 +291,11 @@ def assert_like_the_formula(
     lr: Callable[[float], Any] = float,
     policy: Policy = SMALL,
     device: str = "cpu",  # device of the weights
-    buffers: str | None = None,  # device of the buffers, by default that of the weights
+    buffers: str | None = None,  # device of the step's buffers, by default the device of the weights
     **whole_options: Any,
 ) -> None:
-    """Assert that `Muon` in one process, simulated ranks and dense Muon are bitwise identical over three steps.
+    """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over three
+    steps.
 
     The lr changes in each step, and some gradients are missing in two of the steps. The gradients of the first two
     parameters have a row of zeros. On devices other than the CPU, only momentum is compared with dense Muon.
@@ -370,6 +372,6 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Return True if values, dtype and device are equal. An empty tensor counts as equal to anything."""
+    """Return True if values, dtype and device are equal, or if `found` is empty."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

@@ -24,7 +24,8 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 # Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
-# rates of SHARING, results reach the other replicas in a second exchange.
+# rates of SHARING, only one replica orthogonalizes a matrix, and a second exchange sends the result to the other
+# replicas.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -99,10 +100,11 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 def _comparisons(layout: str) -> dict[str, Comparison]:
     """Compare with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 
-    Not every combination is run, because the plan is the same for all references, and only its byte counts depend on
-    the dtype. A second step reuses the momentum and the plan of the first step.
+    Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
+    only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.
     """
-    # All layouts pass equal arguments, so that each rank computes a reference only once.
+    # Each rank caches references by their arguments. All layouts pass equal arguments, so a reference is computed only
+    # once.
     once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()

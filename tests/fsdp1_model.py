@@ -65,7 +65,7 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
-    """Return the wrapped model and its optimizer. `how` has arguments of the FSDP wrapper."""
+    """Return the wrapped model and its optimizer. `how` contains arguments of the FSDP wrapper."""
     model = wrapped(tied(), strategy, **how)
     return model, Muon(model, **OPTIONS, **(options or {}))
 
@@ -100,7 +100,8 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
 
 
 # With offload_to_cpu=True (the default), FSDP1 of torch 2.13 does not copy gathered tensors on CPUs. The gathered
-# tensors of all state keys then share memory, and all have the values of the last key. This happens with any optimizer.
+# tensors of all state keys then share memory, and all have the values of the last key. This happens with any optimizer,
+# so COPIED disables offloading.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

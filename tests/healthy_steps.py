@@ -43,8 +43,8 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
 def healthy(
     dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
 ) -> tuple[list[str], list[str], int, str]:
-    """Take two steps of a randomly configured optimizer, and audit the second. Return the findings, the statuses, the
-    number of matrices, and a description of the random choices.
+    """Take two steps of a randomly configured optimizer, and audit the second. Return the findings, the status of each
+    matrix, the number of matrices, and a description of the random choices.
 
     The tests of the audit pin seeds, so the lists of choices must not grow, and new options must be drawn from a second
     `Random`.

@@ -1,7 +1,8 @@
-"""Finds all functions of the package that run before a collective, and raises an exception in any of them.
+"""Finds all functions of the package that run before a collective, and raises an exception in one of these functions at
+a time.
 
-A profile function sees every call, including calls of lambdas, properties and generators. An exception that it raises
-appears in the called function, before the first line.
+A profile function sees every call, including calls of lambdas, properties and generators. If it raises an exception,
+the exception appears in the called function, before the first line.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("muon.py", "_host"),
-    ("layout/engines/dtensor.py", "align"),  # `align` calls a collective of torch.
+    # `align` calls a collective of torch, in which the other ranks would wait for a rank that raised in `align`.
+    ("layout/engines/dtensor.py", "align"),
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),
     ("frameworks/megatron.py", "step"),
@@ -69,8 +71,8 @@ TRANSPORT = {
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/clip.py", "norm"),
 }
-# Without DeepSpeed, the generators in UNREAD are closed but never read, and Python ignores an exception that a
-# generator raises when it is closed.
+# Without DeepSpeed, the generators in UNREAD are closed without being read. An exception in such a generator has no
+# effect, because Python ignores exceptions that a generator raises while it is closed.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
@@ -98,7 +100,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the lines of comprehensions that process received messages without a guard in functions of `TRANSPORT`."""
+    """Return the line numbers of those comprehensions in a file that process received messages without a guard (a
+    `with` block). All of them are in functions of `TRANSPORT`."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -118,10 +121,10 @@ def _sorting(file: str) -> frozenset[int]:
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """Return the functions that run in `call()` after the function `begin` is entered and before a collective.
 
-    Without `last`, this is the first collective. With `last`, it is the last collective before the function `last` is
+    Without `last`, this collective is the first one. With `last`, it is the last one before the function `last` is
     entered. With last="<end>", all functions up to the end of the call are returned.
     """
-    # Each entry is a function and the number of collectives before it.
+    # Each entry is a function and the number of collectives that ran before the function was entered.
     found: list[tuple[Place, int]] = []
     state = {"begun": False, "ended": False, "collectives": 0}
 
@@ -169,7 +172,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
-                sys.setprofile(None)  # Profiling is no longer needed.
+                sys.setprofile(None)  # `error` is raised only once, so profiling ends.
                 raise error
 
     if place is not None:
@@ -194,7 +197,7 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-# exception types that `step` does not convert on the rank that raised
+# exception types that `step` raises unchanged on the rank where they occur, rather than converted to a ValueError
 STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
@@ -244,8 +247,8 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather the two flags of every rank. The gathered tensor starts with a number that no message of the package
-    starts with, so that a rank in a different collective is detected."""
+    """Gather `raised` and `called` from every rank. The gathered tensor starts with a number that no message of the
+    package starts with, so that a rank in a different collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -276,13 +279,15 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Raise an exception in each function of `known`, in one function per call. The exception type and the rank vary.
+    """Run `call` once for each function of `known`, and raise an exception in this function on one rank. The exception
+    type and the rank vary.
 
     Args:
         call: The call, which enters the function `begin` before the functions of `known`.
         held: Returns everything that a refused call must leave unchanged.
         before: Prepares each call. The argument is the index of the function.
-        again: Whether to raise also in the third call of every fourth function.
+        again: If True, `call` runs once more for every fourth function, and the exception is raised when the function
+            is entered for the third time.
 
     Returns:
         The functions in which an exception went unnoticed, and the number of exceptions that all ranks raised.
@@ -306,8 +311,8 @@ def plant(
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
-    """Raise an exception in each function of `optimizer.step` before its first collective, while a framework calls the
-    step.
+    """Raise an exception in each function that runs in `optimizer.step` before the first collective, while a framework
+    calls the step.
 
     Args:
         run: A training step, which calls `optimizer.step` at least once. It runs three times.

@@ -91,7 +91,7 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # Making a mesh is collective, so all ranks make the mesh that a fault uses on only one rank.
+    # One fault uses this mesh on a single rank only. Making a mesh is collective, so all ranks make it in advance.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 

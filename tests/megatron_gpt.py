@@ -91,7 +91,7 @@ def megatron(**sizes: int) -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            # Megatron makes dozens of process groups, each of which keeps files open.
+            # Megatron makes dozens of process groups, each of which keeps files open, so all of them are destroyed.
             for group in made:
                 # Megatron has already destroyed some of these groups, for which torch raises a ValueError.
                 with contextlib.suppress(ValueError):

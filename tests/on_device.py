@@ -43,7 +43,7 @@ def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: 
 
 
 def make_optimizer(model: SyntheticModel, **options: Any) -> Muon:
-    """Return an optimizer with a Muon group and an AdamW group that has already taken three steps."""
+    """Return an optimizer that has a Muon group and an AdamW group and has already taken three steps."""
     groups = [{"params": model.matrices}, {"params": model.vectors, "use_muon": False}]
     optimizer = Muon(groups, lr=0.02, **options)
     for _ in range(3):

@@ -104,7 +104,7 @@ Plant = Callable[[Job], AbstractContextManager[object]]
 
 
 def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
-    """Return a fault that replaces a function of the step by `make(original)`, on one rank or on all ranks."""
+    """Return a fault that replaces a function of the step by `make(original)`, on the rank `rank` or on all ranks."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         original = getattr(on, name)
@@ -114,7 +114,7 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 
 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
-    """Return a fault that calls `damage` once, before the step."""
+    """Return a fault that calls `damage` once, before the step, on the rank `rank` or on all ranks."""
 
     return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
@@ -150,8 +150,8 @@ Tensors = Sequence[Tensor]
 
 
 def _momentum(damage: Callable[[Tensors, Tensors, Tensors], object], rank: int | None = None) -> Plant:
-    """Return a fault that acts after a momentum update and damages the input of the orthogonalization, the gradients or
-    the momentum."""
+    """Return a fault that calls `damage` after each momentum update. The arguments of `damage` are the inputs of the
+    orthogonalization, the gradients and the momentum buffers."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         real = update.momentum_
@@ -189,8 +189,8 @@ def _failing_after_the_step(original: Any) -> Any:
 
 
 def _rolled(original: Any) -> Any:
-    """Return a function that applies each update to the next matrix of the same shape, whichever rank orthogonalized
-    the two matrices."""
+    """Return a replacement for `apply_` that gives each matrix the update of the next matrix of the same shape, even if
+    different ranks orthogonalized the two matrices."""
 
     def apply_(params: Tensors, given: Tensors, *args: Any, **options: Any) -> None:
         alike = [[j for j, other in enumerate(given) if other.shape == one.shape] for one in given]
@@ -205,8 +205,8 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp the elements of an update to 0.8 times the root mean square of an orthogonal matrix. The rows of the matrix
-    are sharded over two ranks, so `update` has half of the rows."""
+    """Clamp the elements of an update to 0.8 times the root mean square of the elements of an orthogonal matrix. The
+    rows of the matrix are sharded over two ranks, so `update` has only half of them."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
@@ -299,8 +299,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the step calls `run` in place of a post-processing stage. The stages are then run one
-    after another."""
+    """Return a fault in which the step calls `run` in place of the method of a post-processing stage. `scaled_`, which
+    combines stages, is replaced by calls of one stage after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -325,7 +325,8 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which weights are multiplied by factors other than those that the stage computes."""
+    """Return a fault in which weights are multiplied by `change(factor)`, where `factor` is the correct factor of the
+    stage."""
     return replaced(
         "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
     )
@@ -346,7 +347,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
-    """Make Hyperball restore only half of a change of the norm."""
+    """Make Hyperball undo only half of a change of the weight's norm."""
     target = kept[:, 0].double().lerp(norm, 0.5)
     kept[:, 0] = target.float()
     return target / norm
@@ -401,7 +402,8 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "bf16": {"ns_dtype": torch.bfloat16},
     "fp16": {"method": "standard", "ns_dtype": torch.float16},
     "fp16 gram": {"method": "gram", "ns_dtype": torch.float16},
-    # The variant is needed, because without a variant torch itself would update the weights.
+    # With method="torch" and without a variant, torch itself would update the weights, and no fault could be planted in
+    # the update. The variant "cautious" prevents this.
     "torch": {"method": "torch", "variant": "cautious"},
 }
 
@@ -418,7 +420,8 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        # Only the matrices "a" to "d" have a sharded larger dim, so the scale of "square" and "wide" is right.
+        # The scale depends on the larger dim. Sharding by rows makes this dim smaller only for the matrices "a" to "d",
+        # so the scale of "square" and "wide" stays right.
         FOUR,
         says=" shard, not ",
     ),
@@ -483,7 +486,8 @@ FAULTS = {
         {"orthogonalized_count", "momentum_wrong"},
         {*ALL, "rank 0", "rank 1"},
         says="6 matrices went through the orthogonalizer in the step. Allowed: 3",
-        # These findings are allowed because they depend on the direction of the second update.
+        # The direction of the second update determines whether an audit also reports "update_differs" or "scale_wrong",
+        # so both are allowed.
         also={"update_differs", "scale_wrong"},
     ),
     "weights of one replica": Fault(
@@ -573,7 +577,7 @@ FAULTS = {
         # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
         # owner.
         {"kept_wrong"},
-        # With fp32 matmuls, the error of the update is also large enough to be reported.
+        # With fp32 matmuls, the error of the update also exceeds the tolerance, so "wrong_matrix" is reported, too.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},
@@ -626,9 +630,12 @@ _SOUND: set[str] = set()  # models and options for which a correct second step h
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
-    """Audit a step with a planted fault. With `first`, this is the first step, and otherwise it follows two correct
-    steps. The second correct step is audited, too, but only once for each model and options, because it is bitwise
-    the same every time."""
+    """Audit a step with a planted fault.
+
+    With `first`, this is the first step. Otherwise it is the third step, and the two steps before it are correct. The
+    second step is audited, too, and must give no finding. This step is bitwise the same for all faults that have the
+    model and the options in common, so it is audited only once for each combination of model and options.
+    """
     fault = FAULTS[name]
     options = options | fault.options
     job = Job(fault.layout, fault.dtype, fault.shapes or shapes_of(rows), **options)

@@ -10,7 +10,8 @@ import torch
 
 @contextmanager
 def process_default(name: str) -> Iterator[None]:
-    """Set the default dtype to the dtype with this name, or for "meta" the default device, and reset it on exit."""
+    """Set the default dtype of torch to the dtype `name`, or for "meta" the default device, and reset the default on
+    exit."""
     if name == "meta":
         with torch.device("meta"):
             yield

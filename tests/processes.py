@@ -42,8 +42,8 @@ _parent: list[subprocess.Popen[str]] = []  # the process that forks ranks, once 
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Run a script on each rank. `sys.argv` has the rank and the arguments. Returns the exit code, stdout and stderr of
-    each rank."""
+    """Run a script on each rank. In the script, `sys.argv` contains the rank and the arguments. Returns the exit code,
+    stdout and stderr of each rank."""
     if not _parent:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}

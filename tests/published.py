@@ -23,7 +23,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
     """Return the config of a decoder. The positional arguments are the sizes in `_SIZES`, followed by
-    intermediate_size."""
+    `intermediate_size`."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
@@ -34,7 +34,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of all numbers that round to the number in this text, such as "1.2B"."""
+    """Return the interval of all numbers that round to the number in `text`, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures in millions, 400M and 800M, are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
@@ -50,8 +50,8 @@ def _standard(exact: Exact) -> float:
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
     """Return the relative increase of the step time when Muon replaces AdamW. The number of tokens is derived from
-    Muon's published share of the FLOPs. The time of forward and backward is derived from the published rate in
-    FLOP/s."""
+    Muon's published share of the FLOPs. The time of the forward and backward passes is derived from the published
+    rate in FLOP/s."""
     hardware = Hardware.load(gpu)
     exact = Exact.of_job(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -89,13 +89,14 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both methods reach the same fraction of the peak rate, so the ends of the two intervals are divided pairwise.
+    # Both methods reach the same fraction of the peak rate, so the lower end of one interval is divided by the lower
+    # end of the other, and the upper end by the upper end.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 
 def extra_flops() -> Interval:
-    """Return Muon's FLOPs for a square matrix of side d, as a fraction of the 6 N B FLOPs of training on B tokens. N is
-    the number of elements. The result is in units of d / B."""
+    """Return the number c for which orthogonalizing a square matrix of side d takes c d / B times the FLOPs of training
+    its elements on B tokens. Training takes 6 N B FLOPs for N elements."""
     d = 4096
     found = flops("standard", d, d, KELLER, torch.bfloat16, _GPU) / (6 * d * d) / d
     return found, found

@@ -19,8 +19,9 @@ class ScheduleCase(NamedTuple):
     """Expected properties of the steps of a schedule.
 
     Attributes:
-        band: Smallest and largest result for singular values from 0.01 to 1, to two digits.
-        slope: The product of the coefficients a of all steps.
+        band: Smallest and largest singular value after the steps, to two digits, for singular values from 0.01 to 1
+            before the steps.
+        slope: Slope of the iteration at zero, which is the product of the linear coefficients of all steps.
         errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
             `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only
             the error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
@@ -37,7 +38,7 @@ class ScheduleCase(NamedTuple):
 CASES = {
     ("keller", 5): ScheduleCase((0.68, 1.13), 485, (0.155, 0.204, 0.401, 0.184, 0.247), (1, 1)),
     ("quintic", 5): ScheduleCase((0.98, 1.03), 493, (0.0168, 0.08, 0.371, 0.085, 0.0154), (1, 1)),
-    # The restart is at the step where Dao-AILab's autotuner puts it.
+    # The Gram form restarts at the step that Dao-AILab's autotuner chooses.
     ("polar_express", 5): ScheduleCase((0.87, 1.12), 976, (0.086, 0.098, 0.268, 0.087, 0.095), ((2,), 1)),
     ("polar_express", 6): ScheduleCase((1.0, 1.0), 1828, (0.00099, 0.0218, 0.155, 0.0011, 0.0013), (2, 2)),
     # Where the error is 0.0, the iteration has converged after 8 steps, and only fp64 rounding errors remain.

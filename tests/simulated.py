@@ -34,8 +34,8 @@ WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
 # pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Replicas share the orthogonalization unless working alone saves several latencies between nodes. With this latency,
-# working alone never saves enough.
+# Each replica orthogonalizes all matrices itself only if this saves several latencies between nodes. The latency of
+# SHARING is so large that the replicas always divide the matrices among themselves.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
@@ -55,7 +55,7 @@ def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
 
 
 def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
-    """Return a rank's storage of its part of a full tensor."""
+    """Return the tensor in which a rank stores its part of a full tensor."""
     places = []
     for piece, local in of_rank:
         if isinstance(piece, FlatRange):
@@ -101,8 +101,8 @@ def along(view: MatrixView, dim: int, by_rank: Mapping[int, Sequence[tuple[int, 
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
-    """Return a layout in which each row of the grid is a replica. The ranks of a row store shards along `dim`. The last
-    ranks of a row may have small or empty shards."""
+    """Return a layout in which each row of `grid` is a replica, whose ranks store shards along `dim`. The last ranks of
+    a row may have small or empty shards."""
     num = view.shape[dim]
     step = -(-num // len(grid[0]))
     cuts = {rank: [min((part + n) * step, num) for n in (0, 1)] for row in grid for part, rank in enumerate(row)}
@@ -138,8 +138,7 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """Return a parameter with post-processing stages, each of which keeps as many numbers for a matrix as the longer
-    side of the matrix."""
+    """Return a parameter with post-processing stages, each of which keeps max(rows, cols) numbers for a matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -195,8 +194,8 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters. One in `every` also runs with the other matmul dtype. The owners of matrices do not
-    depend on the dtype, so the rest run only once."""
+    """Return test parameters for `rows`. One in `every` also runs with the other matmul dtype. This is enough, because
+    the dtype does not change which rank owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -211,7 +210,8 @@ def planned(
     policy: Policy = SMALL,
     *,
     device: torch.device = CPU,
-    wide: Collection[int] = (),  # indices of parameters that are exchanged in fp64, like fp64 parameters
+    # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
+    wide: Collection[int] = (),
 ) -> Plan:
     """The plan of parameters with these layouts."""
 
@@ -228,8 +228,8 @@ def planned(
 
 
 def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-    """Return the layout of the state that a post-processing stage keeps. Every rank stores all of it, unless a stack is
-    sharded by matrices. Then a rank stores the state of its own matrices only."""
+    """Return the layout of the state that a post-processing stage keeps. If the shards of a stack consist of whole
+    matrices, each rank stores the state of its own matrices. In all other layouts, every rank stores the full state."""
     view = layout.view.kept(sizes)
     boxes = [held for of_rank in layout.held for held in of_rank]
     rest = layout.view.shape[1:]
@@ -283,7 +283,7 @@ class SimulatedRanks:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]
-        # Groups with equal options share one `Settings` object, because one call steps only groups that share it.
+        # Groups with equal options share one `Settings` object, because only such groups can be stepped in one call.
         settings = [said[said.index(one)] for one in said]
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
@@ -313,7 +313,7 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # In each round, every rank runs one phase.
+            # In each iteration of the loop, every rank runs one phase of the bucket's program.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(program.num_owned for program in programs.values())
@@ -326,8 +326,7 @@ class SimulatedRanks:
         return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
 
     def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Return every set of ranks that sums norms together. A set is given as the `WeightSet` of each of its
-        ranks."""
+        """Return the sets of ranks that sum norms together, each as a dict that maps a rank to its `WeightSet`."""
         found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
         for rank in self.watches:
             mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
@@ -341,8 +340,8 @@ class SimulatedRanks:
 
 
 class SimulatedExchange:
-    """The all-to-alls of one bucket among simulated ranks. Sender and receiver must agree about every size. All ranks
-    send before any rank waits."""
+    """The all-to-alls of one bucket among simulated ranks. The sizes that a sender and a receiver expect must be equal.
+    All ranks send before any rank waits."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks

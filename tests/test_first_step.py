@@ -52,8 +52,8 @@ def _weights() -> list[nn.Parameter]:
 
 
 def _partition() -> Muon:
-    """Return an optimizer for a parameter that DeepSpeed's `zero.Init` has partitioned. Such a parameter has no
-    elements, so no plan can be made."""
+    """Return an optimizer for a parameter that DeepSpeed's `zero.Init` has partitioned. Such a parameter is an empty
+    placeholder without elements, so no plan can be made."""
     param = nn.Parameter(torch.zeros(0))
     param.ds_shape = torch.Size((6, 4))  # type: ignore[attr-defined]
     return Muon([("layer.w", param)], lr=0.1)
@@ -190,7 +190,8 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str]]:
-    """Make an optimizer before fully_shard(). Return the warnings of the first and of the second step on a rank."""
+    """Make an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings of the first and of
+    the second step on a rank."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())

@@ -75,8 +75,9 @@ def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device
 @on_gpu
 @pytest.mark.parametrize(("config", "kernels"), [("default", 1100), ("standard", 400), ("gram", 1100)])
 def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand_in(config: str, kernels: int) -> None:
-    """Some operations take two kernels on a GPU. For example, a matmul with an addition first copies its addend. The
-    bounds on kernels are therefore up to one and a half times those on the simulated device."""
+    """Some operations are one launch on the simulated device but take two kernels on a GPU. For example, a matmul with
+    an addition first copies its addend. The bounds on kernels are therefore up to one and a half times those on the
+    simulated device."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
     # The memory bound is that of test_cuda_shape.py, plus 10% for blocks of the allocator and 64 MiB for the workspace
     # of the matmul library.
@@ -99,8 +100,8 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
     """Step a layout on ranks, and the same matrices on this rank alone, with fp32 and with bf16 matmuls.
 
-    `about` of a comparison is the error of one more step in which host synchronization is an error, or "" if the step
-    succeeds.
+    Afterwards, one more step runs in a context in which host synchronization is an error. The attribute `about` of each
+    returned comparison is the text of that error, or "" if the step succeeds.
     """
 
     def once_more(optimizer: Muon) -> str:

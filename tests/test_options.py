@@ -48,7 +48,8 @@ def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_positional_arguments_are_torch_optim_muons() -> None:
     theirs = list(inspect.signature(torch.optim.Muon.__init__).parameters.values())
     ours = list(inspect.signature(Muon.__init__).parameters.values())
-    # The arguments of torch.optim.Muon before `eps` must come first in `Muon`, too, in the same order.
+    # The arguments of torch.optim.Muon before `eps` must come first in `Muon`, too, in the same order, so that
+    # positional arguments keep their meaning.
     same = [wanted.name for wanted in theirs].index("eps")
     # Unlike in torch.optim.Muon, lr has no default.
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
@@ -69,8 +70,8 @@ LRS: list[float | Tensor] = [
 @pytest.mark.parametrize("lr", LRS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -> None:
-    """With a tensor lr, torch computes the factors of decay and update in the dtype of the lr, and `Muon` must do the
-    same."""
+    """With a tensor lr, torch computes the factors for weight decay and update in the dtype of the lr, and `Muon` must
+    do the same."""
     shapes = [*SHAPES, (10, 5), (33, 65), (64, 128)]
     for adjust, (nesterov, decay) in zip(
         itertools.cycle((None, "original", "match_rms_adamw")), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
@@ -90,8 +91,8 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
 
 
 def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
-    """Options that are missing in the checkpoint must not be reset to defaults, which would silently undo head splits,
-    views and AdamW groups."""
+    """Loading must not reset options that are missing in the checkpoint to defaults, because this would silently undo
+    head splits, views and AdamW groups."""
     theirs, mine = matrices(shapes=((8, 6), (6, 6))), matrices(shapes=((8, 6), (6, 6)))
     torchs = torch.optim.Muon([{"params": [theirs[0]]}, {"params": [theirs[1]]}], lr=0.1)
     run(torchs, theirs, [1])
@@ -105,7 +106,7 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
-    # The eps of torch.optim.Muon has a different meaning, so AdamW keeps its default.
+    # The eps of torch.optim.Muon does not mean the same as that of AdamW, so the AdamW group keeps its default.
     assert found == [[4, True, (0.9, 0.95), 0.1, 1e-8], [None, False, (0.5, 0.6), 0.1, 1e-8]]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]
@@ -219,7 +220,8 @@ def _optimizer_of_two_kinds(params: list[nn.Parameter]) -> Muon:
 @pytest.mark.parametrize("again", [lambda *both: pickle.loads(pickle.dumps(both)), _saved_to_a_file])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[..., Any], steps_before: int) -> None:
-    """A copy takes over all options, even if the optimizer that loads the state was made with different options."""
+    """A copy has all options of the original optimizer, even if the copy was made by loading a state dict into an
+    optimizer with different options."""
     params = [*matrices(), nn.Parameter(normal(7, seed=9))]
     optimizer = _optimizer_of_two_kinds(params)
     of_matrices, of_vector = optimizer.param_groups
@@ -267,8 +269,9 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # `found` and `plain` both include the rounding of a stored weight of up to 4 and of a difference of two weights,
-    # divided by the lr of 1/2. The formula of the scale, together with lr, adds six rounded operations.
+    # Each of `found` and `plain` is a difference of two weights of up to 4, divided by the lr of 1/2, and includes the
+    # rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds six rounded
+    # operations.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 

@@ -38,7 +38,7 @@ from shardmuon.auditing.reference import relative_error
 
 Coefficients = Sequence[tuple[float, float, float]]
 
-# The coefficients of the default schedule are repeated here, so that they do not depend on the package.
+# The coefficients of the default schedule are repeated here, so that the tolerances do not depend on the package.
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 
@@ -147,7 +147,7 @@ def steps_written_out(
     coefficients: Coefficients,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # (rows, cols) fp64
-    """Compute the Newton-Schulz steps literally, with every matmul rounded to `dtype`."""
+    """Compute the Newton-Schulz steps directly from the formula, with every matmul rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def rounded(x: Tensor) -> Tensor:
@@ -234,9 +234,9 @@ def assert_same_orthogonalization(
 
 def assert_same_update(
     found: Tensor,  # (rows, cols): weights after the step
-    expected: Tensor,  # (rows, cols): weights after the step of the other run
+    expected: Tensor,  # (rows, cols): weights after the step in the run compared against
     *,
-    before: Tensor,  # (rows, cols): weights before both steps
+    before: Tensor,  # (rows, cols): weights that both runs start from
     lr: float,
     weight_decay: float = 0.0,
     scale: float = 1.0,
@@ -248,14 +248,14 @@ def assert_same_update(
 ) -> None:
     """Assert that two steps applied the same update.
 
-    The comparison is of (before * decay - after) / lr, so that a small lr hides no difference. The bound is that of
+    The compared updates are (before * decay - after) / lr, so that a small lr hides no difference. The bound is that of
     `assert_same_orthogonalization` times `scale`, plus the rounding of stored weights. Both runs round the decayed
     weight once and the updated weight once, so that each recovered update is off by at most 2 u ||weights|| / lr.
 
     Args:
         found: Weights after the step.
         expected: Weights after the correct step.
-        before: Weights before both steps.
+        before: Weights that both steps start from.
         lr: Learning rate.
         weight_decay: Decoupled weight decay, multiplied by lr.
         scale: Factor of the orthogonalized matrix besides lr, such as that of "match_rms_adamw".

@@ -1,7 +1,7 @@
 """One row for each variant with post-processing stages, with expected values that tests cannot derive from the stages.
 A new variant needs a new row.
 
-The file has data only, because tests/golden/table.py also imports it in older revisions of the repository.
+The file has data only, because `make golden` also imports it together with older revisions of the package.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ class VariantCase(NamedTuple):
     Attributes:
         launches: Largest number of kernels that the variant may add to a step on an accelerator, for a model of one
             layer and for a model of four layers. If a number is too small, test_cuda_shape.py prints the number found.
-        left_out: All findings of an audit of a step that leaves out the first stage. For a stage before the
-            orthogonalizer, this is usually "variant_wrong". For a stage after the orthogonalizer that keeps state, it
-            is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or columns give "wrong_matrix", and
-            one wrong factor gives "clipped_update" or "scale_wrong". If the findings differ, test_audit.py prints them.
+        left_out: All findings that an audit must report when the first stage of the variant is left out. For a stage
+            before the orthogonalizer, this is usually "variant_wrong". For a stage after the orthogonalizer that keeps
+            state, it is "kept_wrong", and for a stage on weights, "norm_wrong". Wrong rows or columns give
+            "wrong_matrix", and one wrong factor gives "clipped_update" or "scale_wrong". If the findings differ,
+            test_audit.py prints them.
     """
 
     launches: tuple[int, int]
@@ -31,5 +32,5 @@ CASES = {
     "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
-# variants added later than the three in TOGETHER, which tests refer to by name
+# Tests refer to the three variants in TOGETHER by name, and to all variants added later through LATER.
 LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))

@@ -57,8 +57,8 @@ def _next_step(optimizer: Muon) -> AuditReport:
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """Assert that a step on the layout matches a single-process run bitwise, and return the audit report of a second
-    step."""
+    """Assert that a step on the layout `layout` matches a single-process run bitwise, and return the audit report of a
+    second step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
@@ -98,7 +98,8 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
-# DRAWN covers Nesterov momentum, named schedules and the remaining matmul dtypes.
+# OPTIONS leaves out Nesterov momentum, named schedules and the remaining matmul dtypes, because the random steps of
+# DRAWN cover them.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
@@ -127,11 +128,11 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# These correct steps had the largest rounding errors in random searches. In some of the steps, rounding changes a whole
-# direction of the update. This happens at a maximum of the polynomial (bf16, fp16 standard), through noise in a null
-# direction (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (seed 1000729).
-# The other steps have post-processing before the cast to fp16 for the exchange, matrices of ones (in which MuonEq
-# rounds all elements alike), or bf16 weights that torch's own addition updates (seed 8500193).
+# These correct steps had the largest rounding errors among many random steps. In some of the steps, rounding changes a
+# whole direction of the update. This happens at a maximum of the polynomial (bf16, fp16 standard), through noise in a
+# null direction (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (seed
+# 1000729). The other steps have post-processing before the cast to fp16 for the exchange, matrices of ones (in which
+# MuonEq rounds all elements alike), or bf16 weights that torch's own addition updates (seed 8500193).
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -250,8 +251,8 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def stacked() -> AuditReport:
-    """Audit the second step of a stack of experts that is sharded by rows. On all ranks, a patch swaps the first two
-    experts in the tiles of the lower rows."""
+    """Audit the second step of a stack of experts whose rows are sharded over two ranks. On both ranks, a patch swaps
+    the first two experts in the tiles of the second rank, which stores the lower half of the rows."""
     original = pieces._tiles_of
 
     def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
@@ -332,7 +333,7 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """A fault that the user may have intended is only a warning."""
+    """A fault that the user may have intended only gives a warning. Every other fault raises an error."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
@@ -358,8 +359,8 @@ def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
 
 
 def shared_by(pairs: list[tuple[int, int]], drifts: bool) -> AuditReport:
-    """Audit a step in which each pair of ranks shares one matrix. With `drifts`, rank 3 changes its copy of the last
-    matrix."""
+    """Audit a step in which each pair of ranks in `pairs` shares one matrix. With `drifts`, rank 3 changes its copy of
+    the last matrix."""
     full = {at: torch.randn(8, 6 + at, generator=torch.Generator().manual_seed(at)) for at in range(len(pairs))}
     params = {at: nn.Parameter(full[at].clone()) for at, pair in enumerate(pairs) if dist.get_rank() in pair}
     optimizer = Muon([{"params": [(f"of {at}", p)], "process_group": pairs[at]} for at, p in params.items()], lr=0.02)

@@ -39,7 +39,7 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the orthogonalized matrix for an input that was divided by `longer` times its norm."""
+    """Return the orthogonalized matrix for an input that was divided by `longer` times its own norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
@@ -97,8 +97,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     after = before.clone()
     s = _settings(variant)
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
-    # `apply_` and `recovered_update` each round the weight twice, at the decay and at the update. Four roundings are
-    # also allowed for the update.
+    # `apply_` and `recovered_update` each round the weight twice, once for the decay and once for the update. Four
+    # roundings are also allowed for the update.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     arithmetic = Arithmetic(s, Choice("standard", torch.float64), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)

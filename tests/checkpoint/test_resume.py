@@ -133,7 +133,8 @@ class Job:
         single-process run."""
         found, row = list[str](), LAYOUTS[self.layout]
         for key, full in expected.items():
-            # `build` needs a tensor for every parameter of the layout, in a dtype that may have gradients.
+            # `build` needs a tensor for every parameter of the layout, and the tensor's dtype must support gradients.
+            # Missing state is therefore replaced by zeros, and integers are converted to fp32.
             whole = {n: full.get(n, torch.zeros(s)).float() for n, s in SHAPES.items()}
             cut = full if key in ("step", *KEPT_KEYS) else row.build(whole, row.mesh(self.world))
             for name, of_one in full.items():
@@ -206,7 +207,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        # The steps on other data make a plan, momentum and step counts, which loading must replace.
+        # The job first takes steps on other data, which make a plan, momentum and step counts. Loading must replace all
+        # of these.
         job.run(range(50, 52))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
@@ -233,9 +235,10 @@ COLUMN, ROW, STRIDED, CROSS = ("tp column", 2), ("tp row", 3), ("tp stride 2", 2
 # saved with shardmuon's functions.
 PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and not name.startswith("tp ")]
 # Each case gives the layout on which a job is saved, the layout on which it is loaded, the checkpoint format and the
-# kind of job. The formats are torch's functions, their flattened state dict, async_save during steps, one file that
-# every rank or only rank 0 reads, and shardmuon's functions. 8-bit momentum is used only on layouts that split none of
-# its blocks.
+# kind of job. The formats "torch", "flat", "async", "full" and "broadcast" use torch's functions: "flat" flattens the
+# optimizer's state dict, "async" saves while steps run, and "full" and "broadcast" save one file, which every rank or
+# only rank 0 reads. The format "ours" uses shardmuon's functions. 8-bit momentum is used only on layouts that split
+# none of its blocks.
 RESUMES = [
     (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),
@@ -282,7 +285,8 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    # The parameter "late" has no gradient before the checkpoint, and therefore no step count.
+    # The parameter "late" has no gradient before the checkpoint, so its step count is right even if no checkpoint is
+    # loaded.
     assert equal <= {"step of late"}
 
 
@@ -340,7 +344,7 @@ def test_state_of_another_layout_is_refused_by_name(world4: RankPool) -> None:
 
 
 def _damaged(path: str, layout: str, num_cut: int) -> None:
-    """Truncate the largest checkpoint file by num_cut bytes, and check that loading fails and changes nothing."""
+    """Truncate the largest checkpoint file by `num_cut` bytes, and check that loading fails and changes nothing."""
     job = Job(layout)
     job.run(range(2))
     checkpoint.save(path, job.model, job.optimizer)

@@ -154,8 +154,8 @@ class File:
     tied: bool = False  # True if both layers share one weight
     frozen: bool = False
     empty_at: int | None = None  # position of a parameter group without parameters
-    # Why torch cannot create state before it loads the file: "" if gradients exist, or the text of a broken step. None
-    # if torch creates state.
+    # None if torch can create the optimizer's state before loading. Otherwise the reason why it cannot: "" means that
+    # gradients exist, and any other text is the error of a broken step.
     busy: str | None = None
 
 

@@ -31,8 +31,8 @@ def _join(store: str) -> None:
 
 
 def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
-    """Return the time-outs of the process groups that the optimizer creates, and the text of the error after the
-    default group is destroyed."""
+    """Return the time-outs of the default group and of the groups that shardmuon creates, and the text of the error
+    that `prepare` raises after torch's process groups have been destroyed."""
     _join(store)
     made = [timeout_of(dist.group.WORLD)]
     parent = dist.new_group([0, 1], timeout=PARENTS)
@@ -68,7 +68,7 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
 ) -> None:
     """If the default group is bound to a device, torch creates the new group with `ncclCommSplit`, which waits for all
     ranks of the default group. The binding must therefore be removed while the new group is created."""
-    # `init_process_group(device_id=...)` binds the default group to a device in this way.
+    # `init_process_group(device_id=...)` sets `bound_device_id` of the default group.
     bound = torch.device("cuda", 3)
     world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []
 
@@ -139,7 +139,7 @@ _LIVES = textwrap.dedent(
 @pytest.mark.ranks
 @pytest.mark.apart
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
-    """A gloo thread that outlives its process group aborts the process at exit, with the message `terminate called` and
-    exit code -6."""
+    """If a gloo thread outlives its process group, it aborts the process at exit, with the message `terminate called`
+    and exit code -6."""
     for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
         assert (code, out.strip()) == (0, "done") and "terminate called" not in err, err

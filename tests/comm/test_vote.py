@@ -1,5 +1,5 @@
 """Tests of the vote before a step, simulated and on real ranks: which ranks form a connected component, and that all
-ranks of a component get the same verdict."""
+ranks of a component get the same result."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_every_message_is_counted_once_on_every_rank() -> None:
 
 
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
-    """Return the message with which a rank of the component `own` sends its ballot."""
+    """Return the message that a rank sends in a vote of the ranks `own`."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
     with mock.patch.object(groups.Lane, "over", return_value=lane):
@@ -110,8 +110,8 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
 
 
 def voted(ballots: dict[int, Ballot]) -> Ballot:
-    """Return the verdict of a component. The messages of its ranks are merged in two orders, which must give equal
-    results."""
+    """Return the result of a vote of simulated ranks, given the ballot of each rank. The messages of the ranks are
+    merged in both orders, and the two merged messages must be equal."""
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
     one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
@@ -157,8 +157,8 @@ def test_messages_of_unlike_versions_are_understood(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_store_takes_the_name_of_a_lane_of_any_ranks() -> None:
-    """torch's TCPStore closes the connection if a key is longer than 8 KiB, so the name of a lane must be short even
-    for many ranks."""
+    """A lane is a channel between the ranks that vote, and the keys of its TCPStore entries begin with its name. The
+    store closes the connection if a key is longer than 8 KiB, so the name must be short even for many ranks."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=10))
     strided = tuple(range(0, 1 << 17, 8))
     lanes_of = [(strided, 1), (strided, 2), (strided[1:], 1), ((0, 1, 2), 1), ((0, 12), 1)]
@@ -190,7 +190,8 @@ def _most_bits() -> bool:
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
-    """A message that does not fit into gloo's buffer would abort the process."""
+    """A message that does not fit into gloo's buffer would abort the process, so a vote with more gradients must be
+    refused."""
     assert MOST_BITS > 500_000
     assert world3.run(_most_bits) == [True] * 3
 
@@ -204,8 +205,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
-    """Plant a fault on the rank `culprit`. Return the component, the verdict of a vote, and the error texts of
-    `discover` and `gather`."""
+    """Plant a fault on the rank `culprit`. Return the connected component of this rank, the result of a vote, and the
+    texts of the errors that `discover` and `gather` raise."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)

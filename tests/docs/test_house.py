@@ -60,7 +60,8 @@ def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path:
         ("deep/leaves.py", 5, "numbers"): 1,
     }
     assert str(calls) == "4 / 3 / 2" and calls.num_c == 3
-    # Before Python 3.12, a list comprehension has its own frame, like a generator expression.
+    # Before Python 3.12, a list comprehension has its own frame, like a generator expression, and therefore counts as a
+    # call.
     frames = 1 + (sys.version_info < (3, 12))
     assert str(house.watch(top, tmp_path, comprehensions=True)) == f"{4 + frames} / {3 + frames} / 2"
 

@@ -128,7 +128,8 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "mesh", "seconds"),  # The column `seconds` is a goal. Planning took 1.1 and 7.3 seconds on one core.
+    # `seconds` is the goal for the planning time, which was measured as 1.1 and 7.3 seconds on one core.
+    ("model", "mesh", "seconds"),
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:

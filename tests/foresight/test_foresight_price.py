@@ -1,5 +1,5 @@
-"""Tests of the times that are predicted from the counts of a plan: tables of measurements, hardware files, and
-intervals."""
+"""Tests of predicted step times: the tables of measurements from which times are interpolated, the hardware files, and
+the intervals of the predictions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        (TIME, (1,), (1.0, 1.0, 1.0), False),  # Below the smallest measured size, a time is pure latency.
+        # Below the smallest measured size, a time is pure latency and therefore constant.
+        (TIME, (1,), (1.0, 1.0, 1.0), False),
         # A surface is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
@@ -75,7 +76,7 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # No machine in the hardware files has been measured in full.
+    # Every hardware file has numbers that are derived or second-hand, and these must be marked as not verified.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
@@ -179,7 +180,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    # Beyond the largest measured number of ranks, the slowdown grows in proportion to the number.
+    # Beyond the largest measured number of ranks, the slowdown grows in proportion to the number of ranks.
     assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
