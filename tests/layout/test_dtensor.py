@@ -47,8 +47,8 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 
-# The number of rows goes from 1 to more than the number of ranks. FSDP shards rows, and TP shards rows or columns. Rows
-# and columns are sharded independently, so one loop varies both numbers.
+# The number of rows goes from 1 to more than the number of ranks. FSDP shards rows, and TP shards rows or columns. A
+# single loop varies the numbers of rows and columns together, because the two dims are sharded independently.
 ROWS: list[Case] = [
     ((rows, 3 if tp_dim == 0 else 2 + rows % 8), mesh, tp_dim)
     for mesh in ((4, 2), (2, 4), (8, 1), (1, 8))

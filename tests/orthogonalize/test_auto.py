@@ -61,7 +61,7 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "share", "with_n", "small"),
-    [  # `with_n` counts multiples of m^2 n, and `small` multiples of m^3, for m = 128. No restart is needed in fp64.
+    [  # The expected FLOPs are `with_n` times m^2 n and `small` times m^3, with m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 1.0, 20, 10),
         ("standard", KELLER, FP64, 512, 0.5, 15, 5),
         ("gram", KELLER, FP64, 512, 1.0, 4, 34),
@@ -153,7 +153,8 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
         ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the process-wide precision flags.
-        # Unlike "torch", the method "standard" sets the precision flags itself, so no difference is reported.
+        # Unlike "torch", the method "standard" sets the precision flags itself, so flags that differ between ranks are
+        # not reported.
         ("standard", r"^(?!.*machines differ)"),
     ],
 )
@@ -210,7 +211,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# torch 2.11 itself causes this deprecation warning.
+# The deprecation warning comes from torch 2.11 itself.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo

@@ -17,8 +17,8 @@ B = BucketTimes  # The fields are key, pack, gather, orthogonalize, scatter, app
     ("ranks", "first", "last", "overlap", "ends"),
     [
         ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # A single bucket takes the sum of its phases.
-        # The links are never idle between the first pack and the last apply. Without overlap (the second case), no
-        # communication runs during matmuls.
+        # The links are busy all the time between the first pack and the last apply. Without overlap (the second case),
+        # no communication runs during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
         # Orthogonalization takes longer than communication and hides it.

@@ -56,8 +56,8 @@ def _node_of(rank: int) -> int:
 
 
 def _side(program: Program, splits: Sequence[int]) -> _Sent:
-    """Return the bytes that a rank exchanges with its own node and with other nodes, and the number of ranks with which
-    it exchanges them."""
+    """Return how many bytes a rank exchanges with ranks of its own node and with ranks of other nodes, and the number
+    of ranks with which it exchanges any."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)

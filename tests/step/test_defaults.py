@@ -33,7 +33,7 @@ def _steps(
     scale: float = 1.0,
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
-    """Return the storages of all weights and state tensors after three steps under a default dtype or device."""
+    """Take three steps under a default dtype or device, and return the storages of all weights and state tensors."""
     full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [
@@ -106,7 +106,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
         w.grad = normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]
-        # Round the scale to a value that both dtypes represent exactly.
+        # Round the scale to a value that both dtypes represent exactly, so that converting it loses nothing.
         state[SCALE] = state[SCALE].to(wrong).float()
         if change:
             state[SCALE] = state[SCALE].to(wrong)

@@ -118,7 +118,7 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Return everything that validation finds, or the error that it raises."""
+    """Return all results of validation, or the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     memory = Memory(optimizer.state, optimizer.keeper, optimizer.settled)

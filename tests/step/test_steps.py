@@ -31,8 +31,8 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
         own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     ranks = tuple(dist.get_process_group_ranks(own))
     made = groups._MADE.setdefault(dist.group.WORLD, groups._Made()).groups
-    # Forget the group that another test has created for these ranks, but keep its number, because group names must be
-    # unique.
+    # Forget the process group that another test has created for these ranks, but keep its number, because the names of
+    # process groups must be unique.
     if ranks in made:
         made[ranks] = made[ranks][0], lambda: None
     whole = [torch.ones(6, 8), torch.eye(6, 8)]
@@ -74,7 +74,7 @@ def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:
 
 
 def test_fp64_parameters_of_some_ranks_leave_the_wires_of_others_alone(world3: RankPool) -> None:
-    """The dtype of an exchange is only as wide as the parameters of its own bucket require."""
+    """An exchange must not use fp64 if only parameters of other buckets require it."""
     found = world3.run(_doubles_on_two_of_three)
     assert [equal for equal, _ in found] == [True] * 3
     assert found[0][1] == found[1][1]

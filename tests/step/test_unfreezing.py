@@ -1,4 +1,4 @@
-"""Tests of the errors of `add_param_group` when a part of the model joins the training later."""
+"""Tests of the errors that `add_param_group` raises when a part of the model starts to train later than the rest."""
 
 from __future__ import annotations
 
