@@ -137,7 +137,8 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight by a new parameter that has only some of its rows, as AutoTP does."""
+    """Replace a layer's weight by a new parameter that has only some of its rows, as AutoTP does when it shards a
+    layer."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
@@ -440,7 +441,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
         # If rank 1 fails while it updates the AdamW group, rank 0 has already started on the next group, which is
-        # Muon's, and fails there as well.
+        # Muon's, and fails there because rank 1 does not answer.
         (
             1,
             {},
@@ -449,8 +450,8 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         ),
         # The audit raises when one parameter group has been updated and the next one has not.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
-        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives, or continue to train with
-        # the loaded state.
+        # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
+        # collectives, or train on with the loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )

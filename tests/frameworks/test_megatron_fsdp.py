@@ -184,7 +184,8 @@ class Job:
         self.model.finish_grad_sync()
 
     def step(self, seed: int, missing: tuple[str, ...] = ()) -> None:
-        """Step both optimizers. The parameters in `missing` have no gradient."""
+        """Take a step with the Megatron-FSDP optimizer and with the reference. The parameters in `missing` have no
+        gradient."""
         self.backward(seed)
         of_sources = {source: self.gradients(seed, source) for source in self.sources}
         params = self.params()

@@ -63,8 +63,8 @@ def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
-    """Step a matrix of a single row on two ranks. The second rank's shard is empty, and its empty gradient has another
-    shape, as some frameworks leave it."""
+    """Step a matrix of a single row on two ranks. The second rank's shard is empty, and so is its gradient, but the
+    gradient has another shape than the shard, as with some frameworks."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     param = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)], src_data_rank=None))
     full = torch.arange(6.0).view(1, 6)

@@ -67,7 +67,8 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     count = _row_blocks(num_rows, 130, torch.float64)
     assert (count > 1) == (num_rows > 192)
     last = num_rows * (count - 1) // count
-    # Off-diagonal blocks are copied from their transposes, not computed twice.
+    # Off-diagonal blocks of the result are copied from their transposes, not computed twice, so they must be equal
+    # bitwise.
     assert torch.equal(gram[:, :last, last:], gram[:, last:, :last].mT)
     poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=torch.empty_like(gram))
     sizes = 4.775 * gram.abs() + 2.0315 * gram.abs() @ gram.abs()

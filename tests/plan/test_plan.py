@@ -91,7 +91,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix is already 60% of the mean, so one rank may be far from the mean.
+    # At this scale, a single matrix costs 60% of the mean load of a rank, so one rank may be far above the mean.
     assert 0 < sent < 20 * mean
 
 

@@ -256,8 +256,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if it had not begun to
-    scale."""
+    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if the failing rank had
+    not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -199,8 +199,8 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 def main(rank: int, name: str, store: str) -> None:
     """Run a successful step, a step in which one rank fails, and a third step.
 
-    If the rank was only late, the job must match a twin job bitwise. If all processes survive an error, the job must do
-    so after its state is restored in a new process group.
+    If the rank was only late, the job must match a twin job bitwise. If an error leaves all processes alive, the job
+    must match the twin after its state is restored in a new process group.
     """
     torch.set_num_threads(1)
     _join(store, rank)

@@ -156,9 +156,9 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
     """All ranks place a gradient differently from its parameter, and the step must redistribute it.
 
-    One kind of gradient is still in flight in an async collective, and the step runs under another default device.
-    Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the end, an AdamW
-    vector must be stepped on exactly those ranks that have a gradient for it.
+    In one of the cases, the gradient is still in flight in an async collective, and the step runs under another default
+    device. Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the end, an
+    AdamW vector must be stepped on exactly those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))

@@ -280,8 +280,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step. The audit checks the momentum again in the next
-        step."""
+        """Audit the first step after a skipped batch or a refused step, and take another step, because an audit checks
+        the momentum again one step later."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
         for _ in range(2):

@@ -46,7 +46,7 @@ JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in 
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a group with a variant. Variants that keep the norm of weights get no weight decay."""
+    """Return the options of a group with a variant. Hyperball gets no weight decay, because it does not support any."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 

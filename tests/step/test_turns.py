@@ -62,7 +62,7 @@ def _family(draw: random.Random) -> list[Bucket]:
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    # Rank-local buckets exchange nothing.
+    # Rank-local buckets exchange nothing, so they relay nothing.
     local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        # Only bf16 matmuls depend on the CPU's instruction set.
+        # Only bf16 matmuls depend on the CPU's instruction set, so only the bf16 case is marked `numeric`.
         pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
