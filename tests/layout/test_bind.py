@@ -93,7 +93,8 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-# In the layouts of OF_STORED, one mesh axis shards the experts, and no axis shards any other dim.
+# In the layouts of OF_STORED, one mesh axis shards the experts and nothing else is sharded, so a rank has the
+# per-expert state of exactly those experts whose weights it stores.
 OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")
 ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 

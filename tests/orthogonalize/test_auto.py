@@ -68,8 +68,8 @@ def test_flops_are_those_that_torch_counts(
         ("gram", KELLER, FP64, 512, 0.5, 3, 17),
         ("gram", POLAR, FP32, 512, 1.0, 8, 28),  # In fp32, the Gram form has one restart, which begins from X.
         ("gram", POLAR, FP32, 512, 0.5, 6, 14),
-        # With fp16 and n/m above 7/3, the restart is local. FLOPs: 3 m^2 n + 14 m^3, plus 6 m^3 for split matmuls and 2
-        # m^3 to merge the Q factors.
+        # With fp16 and n/m above 7/3, the restart is local. The total is 3 m^2 n + 14 m^3 FLOPs, plus 6 m^3 for split
+        # matmuls and 2 m^3 to merge the Q factors.
         ("gram", POLAR, FP16, 512, 0.5, 3, 22),
         ("gram", POLAR, FP16, 128, 0.5, 6, 14),
     ],

@@ -115,11 +115,11 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case the rank fails in its second bucket. `_in_turns` takes the first and the last phase in which another rank
-# may notice the failure. The first phase is that of the oldest exchange that the dead rank may have left half sent, or
-# of the first exchange that another rank starts after the failure. The last phase is the wait for the first exchange
-# that the dead rank never started. In "relay", the rank dies when it has its own results but has not yet sent any of
-# them on to the other replica.
+# In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the first and the last phase in
+# which another rank may notice the failure. The first phase is that of the oldest exchange that the dead rank may have
+# left half sent, or of the first exchange that another rank starts after the failure. The last phase is the wait for
+# the first exchange that the dead rank never started. In "relay", the rank dies when it has its own results but has not
+# yet sent any of them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", bucket, "start", 2, _in_turns(1, 5)),

@@ -26,7 +26,8 @@ def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
 
 
 def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str, int]]:
-    """Yield phases in an order that posts a relay only after the next bucket has been orthogonalized."""
+    """Yield phases in an order that posts a relay only after the next bucket has been orthogonalized, which leads to a
+    deadlock."""
     for at in range(len(relays)):
         yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
         yield from [("apply", at - 1), ("finish", at - 1)] * (at > 0)
