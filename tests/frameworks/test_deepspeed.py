@@ -1,5 +1,5 @@
 """Tests with the real DeepSpeed ZeRO package on CPUs: matrix updates from flat partitions that may split a matrix
-anywhere, refusals, checkpoints, audits, and faults on one rank. deepspeed_job.py defines the reference."""
+anywhere, refusals, checkpoints, audits, and faults on one rank. The dense reference is in deepspeed_job.py."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """Check that a matrix is split over both ranks, that both ranks' plans are equal and list all matrices, and that
-    DeepSpeed's own function returns the momentum of the dense reference."""
+    """Check that at least one matrix is split over both ranks, that both ranks have the same plans, which list all
+    matrices, and that DeepSpeed's function for reading optimizer state returns the momentum of the dense reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -137,7 +137,8 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight by a new parameter that has only some of its rows, as AutoTP does."""
+    """Replace a layer's weight by a new parameter that has only some of its rows, as AutoTP does when it shards a
+    layer."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
@@ -183,8 +184,8 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
-    """Run four audited steps with a checkpoint after the second. A job resumed from this checkpoint must end with the
-    same weights."""
+    """Run four audited steps and save a checkpoint after the second. A second job that loads this checkpoint and takes
+    the last two steps must end with the same weights. With `lost`, the state of NorMuon is removed after loading."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(4):
@@ -317,7 +318,7 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # For a matrix of only two elements, a halved update may be reported as another kind of fault.
+            # The matrix "tiny" has only two elements, so its halved update may be reported as another kind of fault.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -343,8 +344,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """If `written`, change a weight of the model on one rank only. Otherwise, change the weight only in the fp32
-    masters. The next step must raise until the user follows the advice in the error message."""
+    """If `written`, change a weight of the model on rank 1 only. Otherwise, change the weight's fp32 masters but not
+    the model. The next step must raise, until the user follows the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
 
@@ -405,7 +406,8 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint in which rank 1's file lacks a parameter group, then restore the file. Returns the error."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group. Returns the error of the load, and puts the
+    complete file back."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -439,17 +441,17 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
         # If rank 1 fails while it updates the AdamW group, rank 0 has already started on the next group, which is
-        # Muon's, and fails there as well.
+        # Muon's, and fails there because rank 1 does not answer.
         (
             1,
             {},
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit raises between the updates of two parameter groups.
+        # The audit raises when one parameter group has been updated and the next one has not.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
-        # When loading fails on rank 1, the other ranks are in DeepSpeed's own collectives, or continue to train with
-        # the loaded state.
+        # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
+        # collectives, or train on with the loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )
@@ -514,7 +516,8 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            if host._num_stepped in (0, len(host._flats)):  # Emptying `_flats` has the same effect as loading state.
+            # As after loading state, `_flats` is empty, so that the step runs all of its preparations.
+            if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
 
@@ -522,7 +525,7 @@ def _faults_on_one_rank(stage: int) -> None:
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
         assert {"_attach", "_begin", "_slices_of", "_make_shard", "_differs_from_model", "_refuse_options"} <= {*known}
         assert passed == []
-        job.check()  # The check passes only if the refused steps changed nothing.
+        job.check()  # `check` passes only if the refused steps changed nothing.
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -64,8 +64,8 @@ def nvme(
     groups: Groups = GROUPS,
     **options: Any,
 ) -> Case:
-    """Return a job with swap files in `folder`. `offload` extends DeepSpeed's `offload_optimizer` settings and `zero`
-    its `zero_optimization` settings."""
+    """Return a case with ZeRO 3 and swap files in `folder`. `offload` and `zero` add settings to DeepSpeed's
+    `offload_optimizer` and `zero_optimization`."""
     device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
     settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
     return Case(3, zero=settings, shapes=shapes, groups=groups, **options)
@@ -143,7 +143,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     with RankPool(2, timeout=200.0) as first:
         expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
     arguments = nvme(tmp_path / "other"), saved, expected
-    for before in (0, 2):  # After two steps, the optimizer already has state when it loads the checkpoint.
+    for before in (0, 2):  # With `before` = 2, the optimizer already has state when it loads the checkpoint.
         with RankPool(2, timeout=200.0) as fresh:
             fresh.run(_resume, *arguments, before)
             if before:
@@ -188,7 +188,7 @@ def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) 
 
 # ------------------------------------------------------------------------------------------ without swap files
 
-QUARTER = MIB // 4  # Gradients with fewer elements than QUARTER are not swapped.
+QUARTER = MIB // 4  # Gradients with fewer than QUARTER elements (1 MiB in fp32) are not swapped.
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ QUARTER = MIB // 4  # Gradients with fewer elements than QUARTER are not swapped
     [
         ((QUARTER, QUARTER), None),
         ((QUARTER + 128, QUARTER), "p1"),
-        # A gradient below the minimum size is copied instead of swapped, so any address is allowed.
+        # A gradient below the minimum size is copied rather than swapped, so it may start at any address.
         ((37, QUARTER - 1), None),
         ((37, QUARTER), "p1"),
-        # The two small gradients fill half a page each, so the next gradient starts at a page boundary.
+        # Each of the two small gradients fills half a page, so the gradient after them starts at a page boundary.
         ((QUARTER, 512, 512, QUARTER), None),
     ],
 )

@@ -112,7 +112,7 @@ def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
     gradient.
 
     Args:
-        given: Which of tp_group and partition_dim the user sets.
+        given: Which of "tp_group" (an option of Muon) and "partition_dim" (an attribute of weights) the user sets.
     """
     with _autotp():
         from deepspeed.utils import groups

@@ -1,5 +1,5 @@
-"""Tests of the demo `examples/train.py`: equal training runs on every layout, the demo's bitwise check against a single
-process, the held-out files, and the command line."""
+"""Tests of the demo `examples/train.py`: training runs give the same result on every layout, the demo's bitwise check
+against a single process finds wrong steps, and held-out files and the command line work."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def mesh_of(layout: str) -> DeviceMesh | None:
 
 
 def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
-    """Return the model after the backward pass of the first batch, and the loss of this rank's rows. The head gets
-    nonzero weights, because a zero head would pass no gradient to the layers."""
+    """Take the first batch through the model and back. Returns the model with its gradients, and the loss of this
+    rank's rows of the batch. The head gets nonzero weights, because a zero head would pass no gradient to the
+    layers."""
     model = train.Model(TINY)
     model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
@@ -93,8 +94,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """Return whether the demo's bitwise check finds the step equal to a single process, and whether it finds the
-    replicas equal, when the given ranks have overwritten one element of a matrix after the step."""
+    """Run the demo's bitwise check on a step after which the given ranks overwrite one element of a matrix. Returns
+    whether the check finds the step equal to that of a single process, and whether it finds the replicas equal."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)
     optimizer.step()

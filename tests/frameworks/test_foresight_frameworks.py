@@ -1,4 +1,5 @@
-"""Tests that the digests, traffic and stored bytes planned for ZeRO jobs without ranks equal those of the live jobs."""
+"""Tests that, for ZeRO jobs, the digests, traffic and stored bytes that are predicted without starting ranks equal
+those of live jobs."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: boo
 
 
 def _mixed() -> list[str]:
-    """FSDP1 computes gradients with bf16 weights, so the single-process reference is given FSDP1's gradients."""
+    """Train in mixed precision. Returns the names of the weights that differ from a single process, which is given
+    FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, plain = wrapped(tied(), mixed_precision=precision), tied()
     both = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
@@ -126,8 +127,8 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
     for group in saved["optimizer"]["param_groups"] if lost else ():
-        # Drop the post-processing state of the first matrix. Some ranks store no element of this matrix, but every rank
-        # must raise.
+        # Drop the post-processing state of the first matrix. Every rank must raise, although some ranks store no
+        # element of this matrix.
         group.get("kept_state", {}).pop("0", None)
     model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
@@ -180,7 +181,7 @@ def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOpti
 
 
 def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
-    """Train two steps, load the state into a second optimizer in the given form, and train that optimizer for two more
+    """Train two steps, pass the state to a second optimizer in the form `form`, and train that optimizer for two more
     steps. Returns the names of the weights that differ from an uninterrupted run."""
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
     first, optimizer = job("FULL_SHARD", options, **placed)
@@ -285,8 +286,8 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Return three gradient norms for each call: torch's on the plain model, shardmuon's on the sharded model, and
-    FSDP1's after clipping."""
+    """Clip twice, once through the optimizer and once through the model. Returns three gradient norms for each time:
+    torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):
@@ -347,7 +348,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP's modules are in reference cycles, which only the garbage collector frees.
+        gc.collect()  # FSDP's modules are in reference cycles, so they are only freed when garbage is collected.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
@@ -389,7 +390,7 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """Put a flat parameter into the groups of rank 1, as frameworks that swap parameters do."""
+    """On rank 1, put a flat parameter into an existing parameter group, as frameworks that swap parameters do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
@@ -429,7 +430,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # In the second run, some results are cached.
+    for _ in range(2):  # Run twice, so that the traced step uses cached results.
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

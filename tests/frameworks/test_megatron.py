@@ -59,8 +59,8 @@ def job(
 
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps and compare each with the dense optimizer. Returns the work done on this rank and the parameter
-    ranges that Megatron stores on it."""
+    """Train three steps and compare each with the dense optimizer. Returns the number of matrices orthogonalized on
+    this rank, the rank sets of its plans, and a description of the shards that Megatron reports."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -82,7 +82,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return which sharding features the job has, judging by the shards that Megatron reports."""
+    """Return, for each sharding feature (such as shards that end inside a row), whether the job has it, judging by the
+    shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -278,11 +279,12 @@ def _refusals() -> None:
             with pytest.raises(ValueError, match=words):
                 get_megatron_optimizer(config, [chunk], **options)
         for p in model.parameters():
-            # Megatron sets tensor_model_parallel to False if the tensor-parallel size is 1.
+            # Megatron sets tensor_model_parallel=True even if the tensor-parallel size is 1. Muon would then ask for a
+            # `tp_group`, so reset the attribute.
             p.tensor_model_parallel = False
         bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
         with pytest.raises(ValueError, match=r"shardmuon\.frameworks\.megatron, or set p\.grad = p\.main_grad"):
-            bare.step()  # Megatron's gradients are in p.main_grad, not p.grad.
+            bare.step()  # Megatron keeps its gradients in p.main_grad, so p.grad is None.
     with megatron(**TP):
         model = gpt(ddp=SHARDED, **TP)
         model.module.decoder.layers[0].mlp.linear_fc2.weight.partition_stride = 2
@@ -385,7 +387,7 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
+        # Ranks with equal numbers modulo len(wanted) have the same parameters.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

@@ -101,8 +101,8 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _wrapped(form: str, model: nn.Module) -> Any:
-    """Wrap the model. `form` is a ZeRO strategy, which may follow "hybrid" (outer replicas) or "hybrid shard", or it is
-    EXPERTS or TENSOR_PARALLEL."""
+    """Wrap the model. `form` is EXPERTS, TENSOR_PARALLEL or a ZeRO strategy. The strategy may be preceded by "hybrid"
+    (outer replicas) or by "hybrid shard" (optimizer state is also sharded over the outer replicas)."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split() if form not in (TENSOR_PARALLEL, EXPERTS) else ["optim_grads_params"]
@@ -184,7 +184,8 @@ class Job:
         self.model.finish_grad_sync()
 
     def step(self, seed: int, missing: tuple[str, ...] = ()) -> None:
-        """Step both optimizers. The parameters in `missing` have no gradient."""
+        """Take a step with the Megatron-FSDP optimizer and with the reference. The parameters in `missing` have no
+        gradient."""
         self.backward(seed)
         of_sources = {source: self.gradients(seed, source) for source in self.sources}
         params = self.params()
@@ -223,16 +224,18 @@ class Job:
         return full if cut is None else tensor_parallel_part(full, dist.get_rank() % 2, 2, *cut)
 
     def stored(self, full: Tensor, name: str) -> Tensor:
-        """Return this rank's shard of a full tensor: the slice of its tensor-parallel part that megatron-fsdp
-        stores."""
+        """Return this rank's shard of a full tensor, which is the slice of the rank's tensor-parallel part that
+        megatron-fsdp stores."""
         part, p = self.part(full, name), self.params()[name]
-        kept = getattr(p, "megatron_fsdp_slice", slice(0, None))  # megatron-fsdp sets no slice on unsharded parameters.
+        # Parameters that are not sharded have no attribute `megatron_fsdp_slice`, and every rank stores all of their
+        # elements.
+        kept = getattr(p, "megatron_fsdp_slice", slice(0, None))
         return part.flatten()[kept.start : kept.stop].view(-1, *part.shape[1:])
 
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Train and check each step. Returns the names of the parameters of which this rank stores elements, and two rank
-    sets: the ranks that share the first unit's matrix, and those that share the mixer."""
+    """Train a few steps and check the result of each. Returns the names of the parameters of which this rank stores
+    elements, and two rank sets: the ranks that share the first unit's matrix, and those that share the mixer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -299,7 +302,7 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a fault, the ranks that have it (among those with a nonempty shard), and the expected error.
+# Each case gives a fault, which of the ranks with a nonempty shard have it, and the expected error.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),
@@ -324,7 +327,7 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """Return the error messages of all faults. No fault may change weights or state."""
+    """Plant each fault in turn, and check that it changes neither weights nor state. Returns the error messages."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)

@@ -135,8 +135,9 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, so no gradient is missing.
-ALONE = ("ddp", "fsdp2")  # The layouts in ALONE differ from "single" even on one rank.
+FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, which leaves no gradient out, so its rows use "all gradients".
+# On a single rank, the layouts in ALONE still differ from "single", so they are tested there as well.
+ALONE = ("ddp", "fsdp2")
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, keyed by number of ranks.
 
 

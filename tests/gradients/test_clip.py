@@ -55,7 +55,7 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return gradients, their norm, and the clipped gradients in a single process, as the reference for every
+    """Return the gradients, their norm and the clipped gradients of a single process, as the reference for every
     layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
@@ -207,7 +207,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """One rank's call of clip_grad_norm_: the parameters, the expected norm or error, and further arguments."""
+    """The arguments of one rank's call of clip_grad_norm_, and the expected norm or error."""
 
     source: Any
     wanted: float | str
@@ -216,7 +216,7 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Parameters with gradients on the four ranks of a 2 x 2 mesh, from which jobs are made."""
+    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which jobs are made."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -399,7 +399,7 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# The changes that some ranks make to a call. With the first two, the call must still succeed.
+# The changes that some ranks make to a call. With "nothing" and "other tensors", the call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
@@ -436,8 +436,8 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Return the norms of several pairs of tensors. The first tensor is always the same, and the second is sharded,
-    plain, and sharded again."""
+    """Return the norms of three lists of two tensors. The first tensor is always the same, and the second is sharded,
+    plain, and sharded again, so a cached description of one list must not be used for another."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
@@ -449,7 +449,8 @@ def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool
 
 
 def _gone() -> bool:
-    """Return whether tensors and the objects cached for them are freed after clipping."""
+    """Clip the gradients of two parameters, and delete the parameters. Returns whether they and the objects cached for
+    them are freed."""
     params = [_sharded(normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)
     bound = _BOUND[params[0]]
@@ -484,5 +485,6 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # Each `_local_scalar_dense` waits for the device, so its number must not grow with the number of gradients.
+        # Each call of `_local_scalar_dense` waits for the device, so the number of calls must not grow with the number
+        # of gradients.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

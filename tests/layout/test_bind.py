@@ -73,8 +73,8 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """For each stack, return all experts, the experts whose per-expert state this rank stores, and the experts whose
-    weights it stores."""
+    """For each stack of experts, return the numbers of all experts, of those whose per-expert state this rank stores,
+    and of those whose weights it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
     table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
@@ -92,7 +92,8 @@ def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-# In the layouts of OF_STORED, one mesh axis shards the experts, and no axis shards any other dim.
+# In the layouts of OF_STORED, one mesh axis shards the experts and nothing else is sharded, so a rank has the
+# per-expert state of exactly those experts whose weights it stores.
 OF_STORED = ("ep", "ep+fsdp", "fsdp2", "lone strided")
 ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 
@@ -110,7 +111,7 @@ def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world
 
 
 def _read(placement: Placement) -> int:
-    """Return the number of tensors on this rank for which `bind` computes a fingerprint."""
+    """Return for how many tensors on this rank `bind` computes a fingerprint."""
     local = torch.empty(2, 6, device="meta")
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []

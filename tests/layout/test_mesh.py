@@ -33,7 +33,8 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
     """One to four axes shard a dim in any order, as when `fully_shard` shards tensor-parallel shards. The split factor
     of an axis is the number of shards made before it by axes that come later in the mesh, or by a gathered axis."""
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    order = data.draw(st.permutations(range(len(mesh))))  # `order` lists the axes in the order in which they shard.
+    # `order` lists the mesh axes in the order in which they shard the dim.
+    order = data.draw(st.permutations(range(len(mesh))))
     gathered = data.draw(st.integers(1, 3))
     size = data.draw(st.integers(1, 40))
     placements = []

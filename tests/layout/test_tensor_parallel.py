@@ -33,7 +33,7 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     return param
 
 
-# A function that returns this rank's shard of a full tensor, with its tensor-parallel attributes.
+# A function that takes a full tensor and returns this rank's shard with its tensor-parallel attributes.
 Shard = Callable[[Tensor], nn.Parameter]
 
 
@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
 
 
 def _refused(case: str) -> str:
-    """Return this rank's error. The refused step must not hang and must not change any weight."""
+    """Take a step that must be refused, without hanging and without changing any weight. Returns this rank's error."""
     params, group, groups = REFUSED[case][0](dist.get_rank())
     for p in params:
         p.grad = torch.ones_like(p)
@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 
 
 def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
-    """Train a model with Megatron-like tensor-parallel layers, whose optimizer is given the module instead of a list of
+    """Train a model with Megatron-like tensor-parallel layers. The optimizer is given the module instead of a list of
     parameters. Returns the routed shape and optimizer of each parameter, the global shape of the last weight, and
     whether a plan was made."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))

@@ -1,5 +1,5 @@
-"""Tests of views, pieces and tiles, with random partitions of random tensors under all supported interpretations as
-matrices."""
+"""Tests of views, pieces and tiles. Random tensors are partitioned at random, and are interpreted as matrices in all
+supported ways."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
         ({0: [Box((0, 0), (2, 3))], 1: [Box((3, 0), (2, 3))]}, r"leave a gap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (3, 3))]}, r"overlap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
-        # The sizes add up to the full size, but one row is stored twice and another not at all. A check of the sum
-        # alone would miss this.
+        # The sizes of the two boxes add up to the full size, but one row is stored twice and another not at all. A
+        # check of the sum alone would miss this.
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
         (
             {0: [FlatRange(0, 7)], 1: [FlatRange(8, 15)]},

@@ -57,7 +57,8 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    smallest = 2.0**-149  # Near zero, the spacing of fp32 numbers is the smallest subnormal number.
+    # Near zero, the error may be one spacing of fp32 numbers, which is the smallest subnormal number.
+    smallest = 2.0**-149
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
     by_bits = [torch.full(x.shape, bits, dtype=torch.int32) for bits in (0, 0xFFFF)]
@@ -88,8 +89,8 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
     assert int(exact.sum()) >= 10 and int((~exact).sum()) >= 20
     gap = (high - low)[~exact]
-    assert bool((gap > 0).all())  # Each value must sometimes be rounded down and sometimes up.
-    # The two results of a value must be adjacent bf16 numbers.
+    assert bool((gap > 0).all())  # Over many repetitions, each value must sometimes be rounded down and sometimes up.
+    # The two values to which a number is rounded must be adjacent bf16 numbers.
     assert torch.equal(torch.nextafter(low[~exact].to(BF16), high[~exact].to(BF16)).double(), high[~exact])
     p = (x[~exact].double() - low[~exact]) / gap
     sigma = gap * (p * (1 - p) / num).sqrt()
@@ -142,13 +143,13 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
         # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias,
-        # and an error of at most one spacing (in bf16, 2 u times the largest value; in int8, the spacing at the largest
-        # value of a block). The errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2) independent
-        # errors.
+        # and an error of at most one spacing. In bf16, the spacing is 2 u times the largest value, where u is the unit
+        # roundoff. In int8, it is the spacing at the largest value of a block. The errors of all steps, with weights
+        # 0.95^k, add up like 1 / (1 - 0.95^2) independent errors.
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
-        summed = 2 * 200 * roundoff(FP32)  # Each step rounds one lerp in fp32.
+        summed = 2 * 200 * roundoff(FP32)  # Each of the 200 steps rounds one lerp in fp32.
         assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed
 
 
@@ -165,7 +166,8 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
     found = sum(t.untyped_storage().nbytes() for p in params for t in optimizer.state[p].values())
     elements = sum(p.numel() for p in params)
     blocks = sum(p.shape[0] * -(-p.shape[1] // BLOCK) for p in params) if dtype == "int8" else 0
-    counts = len(params) if dtype in (BF16, "int8") else 0  # Stochastic rounding needs a step count per parameter.
+    # Stochastic rounding needs a step count (4 bytes) per parameter.
+    counts = len(params) if dtype in (BF16, "int8") else 0
     assert found == size * elements + 4 * (blocks + counts)  # Each block has one fp32 scale.
 
 

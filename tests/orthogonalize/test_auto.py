@@ -146,7 +146,8 @@ def _stepped_apart(method: Any) -> tuple[str, bool]:
     [
         ("auto", re.escape(f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip")),
         ("torch", r"machines differ.*fp32_precision"),  # The method "torch" uses the process-wide precision flags.
-        # Unlike "torch", the method "standard" sets the precision flags itself, so no difference is reported.
+        # Unlike "torch", the method "standard" sets the precision flags itself, so flags that differ between ranks are
+        # not reported.
         ("standard", r"^(?!.*machines differ)"),
     ],
 )
@@ -203,7 +204,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# torch 2.11 itself causes this deprecation warning.
+# The deprecation warning comes from torch 2.11 itself.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo

@@ -57,7 +57,8 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num", [1, 3])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
     x = torch.randn(num, num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
-    square = (num, num_rows, num_rows)  # Results of symmetric matmuls have the size of the short side.
+    # The product of a matrix with its transpose is square, with one row for each row of the matrix.
+    square = (num, num_rows, num_rows)
     products, of_one = (Products(shape, x.device, x.dtype) for shape in (square, square[1:]))
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
     near_product(gram, x @ x.mT, x.abs() @ x.mT.abs(), x.shape[-1])
@@ -66,7 +67,8 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     count = _row_blocks(num_rows, 130, torch.float64)
     assert (count > 1) == (num_rows > 192)
     last = num_rows * (count - 1) // count
-    # Off-diagonal blocks are copied from their transposes, not computed twice.
+    # Off-diagonal blocks of the result are copied from their transposes, not computed twice, so they must be equal
+    # bitwise.
     assert torch.equal(gram[:, :last, last:], gram[:, last:, :last].mT)
     poly = products.symmetric_addmm(gram, gram, gram, beta=-4.775, alpha=2.0315, out=torch.empty_like(gram))
     sizes = 4.775 * gram.abs() + 2.0315 * gram.abs() @ gram.abs()
@@ -77,8 +79,8 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Compare two matrices. Each of the two computations rounds at most one product and one sum per term, two scalings,
-    and the sum of two matrices."""
+    """Assert that two products are equal within rounding. Each of the two computations rounds at most one product and
+    one sum per term, two scalings, and the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
@@ -126,8 +128,8 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize(
     ("dtype", "beside", "factor"),
     [
-        # The Gram form may have errors up to 8 times (3 bits) larger than the standard form. Without restarts, they
-        # would be more than 16 times larger.
+        # The errors of the Gram form may be up to 8 times (3 bits) as large as those of the standard form. Without
+        # restarts, they would be more than 16 times as large.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
         # On low ranks, the Gram form in fp16 and the standard form in bf16 both have large errors, because rounding

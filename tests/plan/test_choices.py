@@ -53,7 +53,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # A lower value is an error as well, as it would mean that the estimate has become less strict.
+    # A lower estimate is an error, too, because it would mean that the cost model has become less strict.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
@@ -72,8 +72,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """Yield variants of a plan with up to 16 buckets, in either order. Each bucket is kept whole or split into parts
-    with different owners."""
+    """Yield variants of a plan with up to 16 buckets, in ascending and in descending order. Each bucket is kept whole
+    or split into parts with different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)
@@ -148,8 +148,9 @@ def _machine_of_file(name: str) -> Machine:
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
-    """Machines come from hardware files, and the slowest of several machines counts. A machine without a hardware file
-    is reported as unknown. Users can pass a machine of their own as an option."""
+    """The machines of the planner must match the hardware files. If ranks run on several machines, the slowest
+    determines the plan. A machine without a hardware file is reported as unknown, and users can pass a `Machine` of
+    their own."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")
@@ -164,8 +165,8 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner's estimate is compared with the printed one for communicated matrices only, without the vote and the
-    constant costs of a step."""
+    """The planner estimates the time of communicated matrices only, without the vote and the constant costs of a step.
+    For a plan in which all matrices are communicated, this estimate must be near the printed interval."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)

@@ -9,15 +9,16 @@ import pytest
 
 from shardmuon.price.clock import BucketTimes, Course
 
-B = BucketTimes  # The fields are key, pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
+# The fields of BucketTimes are key, pack, gather, orthogonalize, scatter, apply, fill, relay and finish.
+B = BucketTimes
 
 
 @pytest.mark.parametrize(
     ("ranks", "first", "last", "overlap", "ends"),
     [
         ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # A single bucket takes the sum of its phases.
-        # The links are never idle between the first pack and the last apply. Without overlap (the second case), no
-        # communication runs during matmuls.
+        # In the first of the next two cases, the links are busy all the time between the first pack and the last apply.
+        # In the second, nothing overlaps, so no communication runs during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 0.0, [6 * 32]),
         # Orthogonalization takes longer than communication and hides it.

@@ -30,10 +30,10 @@ def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec
 EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
-    # 48 matrices of costs 1, 3, 4 and 4 on 16 ranks are three per rank, with a mean cost of 9. Longest-first assignment
-    # gives one rank 10.
+    # Each of 16 ranks owns three of 48 matrices with costs 1, 3, 4 and 4, so the mean cost per rank is 9. Longest-first
+    # assignment gives one rank 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
-    # 48 matrices of costs 1, 3, 4 and 4 on 24 ranks are two per rank. At best, some rank has 4 + 3, which is 7 / 6 of
+    # Each of 24 ranks owns two of 48 matrices with costs 1, 3, 4 and 4. At best, some rank has 4 + 3, which is 7 / 6 of
     # the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
@@ -91,7 +91,7 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix is already 60% of the mean, so one rank may be far from the mean.
+    # At this scale, a single matrix costs 60% of the mean load of a rank, so one rank may be far above the mean.
     assert 0 < sent < 20 * mean
 
 

@@ -134,8 +134,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """48 layers on 8 ranks have two large matrices for each small one, and two large matrices fill a bucket. Within
-    each bucket, all owners must have equal work."""
+    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size allows two
+    large matrices per owner and bucket. Within each bucket, all owners must have equal work."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -143,7 +143,8 @@ def test_every_owner_has_equal_work_in_each_share() -> None:
         [sum(plan.items[n].cost for n in b.items if plan.items[n].owners == (r,)) for r in range(8)]
         for b in plan.buckets
     ]
-    assert len(work) == 7  # Each owner has 12 large matrices in six buckets and six small ones in the seventh.
+    # Each owner has 12 large matrices, two in each of six buckets, and six small matrices in the seventh bucket.
+    assert len(work) == 7
     assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
 
@@ -233,7 +234,7 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
     """The last list of copies has five senders. Each sends rows of two matrices with 6 columns and of one matrix with 4
-    columns, which must join into two copies."""
+    columns. These copies must be joined into two, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

@@ -53,7 +53,7 @@ class Eager(Llama):
         return self.o_proj((F.softmax(logits, dim=-1, dtype=torch.float32) @ v).transpose(1, 2).flatten(2))
 
 
-# Returns the largest logit of each head among the positions that the causal mask keeps, shape (H,), fp64.
+# Return the largest logit of each head among the positions that the causal mask keeps, as an fp64 tensor of shape (H,).
 def largest(attention: Any, x: Tensor) -> Tensor:
     q, k, _ = (t.detach().double() for t in attention.heads(x))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)

@@ -38,8 +38,9 @@ def test_scaling_by_given_maxima_waits_for_nothing() -> None:
             scaler.reduce(lambda: maxima)
             scaler.apply_()
         assert mode.waits == mode.uploads == []
-        # The launches of a layer are the vector of its maxima, the maximum per group, the rule (10) and the factors
-        # (5), and for each of q and k, the factors of its rows (2) and one multiplication.
+        # For each layer, one launch makes the vector of its maxima, one takes the maximum per group, 10 apply the rule,
+        # and 5 compute the factors. For each of q and k, 2 launches expand the factors to rows, and 1 multiplies the
+        # weight.
         assert mode.launches.total() <= LAYERS * (1 + 1 + 10 + 5 + 3 * 2) + 2
 
 

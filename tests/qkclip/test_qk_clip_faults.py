@@ -27,7 +27,8 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-Sets = list[tuple[int, ...]]  # The rank sets that share one weight. A rank in no set has its own weight.
+# The rank sets whose ranks share one weight. A rank that is in none of the sets has its own weight.
+Sets = list[tuple[int, ...]]
 Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
 
 FAMILIES: dict[str, Family] = {
@@ -61,7 +62,7 @@ class Job(jobs.Job):
     so that momentum exists.
 
     Args:
-        kind: A family, or "plain" or "fsdp2" for a single layer on all ranks.
+        kind: A key of FAMILIES, or "plain" or "fsdp2" for a single layer on all ranks.
     """
 
     def __init__(self, kind: str) -> None:
@@ -78,7 +79,7 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maxima over ranks. Any change of the arguments makes a new scaler."""
+        """Reduce the maxima over ranks. If the scaler's arguments are changed, a new scaler is made first."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with Refused.made_public():
@@ -133,15 +134,15 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Return the errors of a call for which rank 2 passes other arguments, has lost its cached table, or has replaced a
-    weight. The following call must succeed."""
+    """Make a call for which rank 2 passes other arguments, has lost its cached table, or has replaced a weight, and
+    return its errors. The call after it must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Both ranks of the set (2, 3) replace their shared weight by one of another shape.
+    # Rank 2 shares the weight with rank 3, so both replace it by a weight of another shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -230,7 +231,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    begin = "reduce" if dist.get_world_size() > 1 else "apply_"  # A single rank does not vote.
+    # A single rank does not vote, so exceptions are raised from `apply_` on.
+    begin = "reduce" if dist.get_world_size() > 1 else "apply_"
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]
     said = []
@@ -254,8 +256,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if it had not begun to
-    scale."""
+    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if the failing rank had
+    not begun to scale."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -70,8 +70,8 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """Return a QKClip whose logits function returns the maxima over the given ranks' batches. Each step has new
-    batches."""
+    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. The batches are new
+    in each step."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 
@@ -102,7 +102,8 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    for _ in range(2):  # The first step locates the weights, and the second step uses the cached table.
+    # The first step locates the weights on the ranks, and the second step uses the table that the first has cached.
+    for _ in range(2):
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
     return [n for n, p in params.items() if not torch.equal(local_if_any(p), local_if_any(wanted[n]))]
@@ -236,12 +237,13 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
         ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
-        # FSDP2 warns because the demo model's output is a view.
+        # Ignore FSDP2's warning that the demo model's output is a view.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            model.require_backward_grad_sync = is_last  # DDP's `no_sync` sets require_backward_grad_sync.
+            # DDP's `no_sync` sets the same attribute, to postpone the reduction of gradients.
+            model.require_backward_grad_sync = is_last
             train.loss_of(model, rows).backward()
         optimizer.step()
         reports.append([layer.maxima.tolist() for layer in clip.report.layers])
@@ -265,8 +267,8 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
     (alone, together), *others = RankPool.cached(math.prod(shape.values())).run(_measured, shape, parts)
     assert all(theirs[1] == together for theirs in others)  # the same bits on every rank
     for here, wanted in zip(together, alone, strict=True):
-        # Each of the two measurements sums 32 terms in q and in k, and 8 terms in the product of q and k, after norms
-        # and rotations.
+        # Each of the two measurements sums 32 terms in q and in k, applies norms and rotations, and sums 8 terms in the
+        # product of q and k.
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
 

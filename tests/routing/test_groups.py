@@ -95,7 +95,8 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that builds a model without repeated blocks, where vocabulary and width are both 16."""
+    """Return a function that builds a model without repeated blocks, in which both the vocabulary size and the width
+    are 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -624,7 +625,7 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # The RMS of Muon's update is lr / 32, and the printed ratio is rounded to six digits.
+    # The RMS of Muon's update is lr / 32 and that of AdamW's is 0.2 lr. Their ratio is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 

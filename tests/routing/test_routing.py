@@ -324,7 +324,8 @@ def timms() -> nn.Module:
 
 
 def named_words() -> nn.Module:
-    """Return a text model like CLIP's, whose projection has as many rows as there are position embeddings."""
+    """Return a text model like CLIP's. Its projection has as many rows as there are position embeddings, but is no
+    output head."""
     return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
 
 

@@ -19,7 +19,8 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-AUDITED = 2  # The audited step, counted from 1. Each example trains more steps than this, also after resuming.
+# Number of the audited step, counted from 1. Each example takes more steps than that, also after it has been resumed.
+AUDITED = 2
 
 RankPool.preload("stack_preload")
 
@@ -79,7 +80,8 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
 def _watched(example: str, port: int, prepare: str, arguments: dict[str, Any]) -> Seen:
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon", GROUP_RANK="0")
-    # DeepSpeed needs the launcher's environment variables even on one rank.
+    # On a single rank, only DeepSpeed needs the launcher's environment variables, so remove them for the other
+    # examples.
     if os.environ["WORLD_SIZE"] == "1" and prepare != "deepspeed_on_cpu":
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[key]
@@ -116,7 +118,7 @@ def force_fsdp2() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            # On a GPU, AcceleratorState itself sets the distributed type.
+            # On a GPU, AcceleratorState itself would set the distributed type.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 
@@ -152,7 +154,7 @@ def _watching() -> Seen:
                 seen.findings = [str(finding) for finding in report.findings]
                 seen.compared = sum(row.compared for row in report.matrices)
 
-    # The hooks are never removed, because the process ends with its example.
+    # The hooks need not be removed, because the process ends with its example.
     hooks.register_optimizer_step_pre_hook(on_start)
     hooks.register_optimizer_step_post_hook(on_end)
     return seen

@@ -77,7 +77,7 @@ LIGHTNING = {"middle": "step=3.ckpt", "muon": [f"net.{name}" for name in NET], "
 TITAN = {"middle": "after-3", "muon": NET, "needs": ("torchtitan", "tyro")}
 TIMM = {"middle": "after-3.pt", "muon": VIT, "needs": ("timm",), "either": ("head.weight",)}
 
-# A correct example never causes a warning with any of these phrases.
+# A correct example never causes a warning that contains one of these phrases.
 MISFIRES = ("has a gradient", "orthogonalizes all", "no parameter goes to Muon")
 
 CASES = [

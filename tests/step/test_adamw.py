@@ -40,7 +40,8 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
-    """Compare with torch's fused AdamW kernel on tensors whose sizes are multiples of the SIMD width."""
+    """The results must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of the SIMD width, because
+    the kernel rounds the remaining elements of other sizes differently."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -126,14 +127,13 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
         assert not job.unlike_whole(dense.named())
     for p in job.specs:
         kept = job.state[p]
-        # The step count advances even on ranks that store no elements of the parameter.
+        # Every rank counts the step, including ranks that store no elements of the parameter.
         assert float(kept["step"]) == 3.0
         for t in (kept["exp_avg"], kept["exp_avg_sq"]):
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Each function returns a copy of a tensor. Except for torch.clone, the copies have other strides or an unaligned
-# address.
+# Each function copies a tensor. All but torch.clone change its strides or return a copy at an unaligned address.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],
@@ -185,7 +185,7 @@ def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) 
     for seed in range(4):
         for params in (mine, alone):
             set_gradients(params, seed)
-            # Parameter i gets its first gradient in step i.
+            # Parameter i gets its first gradient in step i, so that the step counts of all parameters differ.
             for late in params[seed + 1 :]:
                 late.grad = None
         for optimizer in (together, *single[: seed + 1]):

@@ -1,8 +1,8 @@
 """Tests that a fault on one rank raises an error on all ranks that share parameters with it, and leaves parameters and
 state unchanged.
 
-Each fault changes something on one rank before all ranks make the same call. Afterwards, the next step must be bitwise
-identical to that of a twin job that never made the failed call.
+Each fault changes something on one rank before all ranks make the same call. If the call is refused, the next step must
+be bitwise identical to that of a twin job that never made this call.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    # Parameter names are only read when a plan is made, so discard the plan.
+    # Muon reads parameter names only when it makes a plan, so discard the plan.
     job.optimizer.binding = None
 
 
@@ -323,7 +323,8 @@ def _anew(job: Job) -> None:
 
 
 class Call(NamedTuple):
-    """A call on an optimizer, a function that prepares the job for it, and whether the call must detect every fault."""
+    """A call on an optimizer, a function that prepares the job for this call, and whether the call must detect every
+    fault."""
 
     call: Callable[[Job], object]
     before: Callable[[Job], object] = lambda job: None
@@ -338,7 +339,8 @@ CALLS = {
 }
 OF_ADAMW = (" eps", " betas", " adamw")
 Round = dict[int, str]  # maps a rank to the fault on that rank
-# the exception class and message on a rank, and the names of the values that differ afterwards
+# the exception class and message that the call raised on a rank, and the names of the values that the refused call
+# changed or that differ from the twin job after the next step
 Found = tuple[str, str, list[str]]
 
 
@@ -379,7 +381,8 @@ def _component(layout: str, ranks: set[int]) -> set[int]:
 
 
 def _check(layout: str, call: str, rounds: Sequence[Round], everyone: Sequence[list[Found]]) -> int:
-    """Check the errors of all ranks, and return in how many rounds the call was refused."""
+    """Check the errors that all ranks raised in each round, and return the number of rounds in which the call was
+    refused."""
     refused = 0
     for number, faults in enumerate(rounds):
         concerned = _component(layout, set(faults))
@@ -425,10 +428,10 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-# The faults in FRESH do not depend on optimizer state, so a first step must detect them, too.
+# First steps must detect the faults in FRESH as well, because these faults do not depend on optimizer state.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
-# Each case gives a layout, a call, the number of ranks, the faults of each round, and the minimum number of rounds that
-# must be refused.
+# Each case gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
+# of rounds in which the call must be refused.
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),
     ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::6]]), 31),

@@ -90,15 +90,15 @@ CPU = partial(
     momentum_dtype=torch.bfloat16,
     momentum_device="cpu",
 )
-# First steps are tested without audits: the test clears the optimizer state before each of them, which an audit would
-# report.
+# First steps are tested without audits, because the test clears the optimizer state before each first step, and an
+# audit would report the cleared state.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
 # By default, exceptions are raised in every 12th function of the large jobs. PLANT_STRIDE=1 raises them in every
 # function, which takes minutes.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
-# After exceptions in HEALTHY functions, one undisturbed call must succeed. It would fail if a refused call had left
-# anything behind.
+# Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier,
+# refused call had left anything behind.
 HEALTHY = 8
 
 
@@ -151,8 +151,8 @@ class Calls(NamedTuple):
     between: Callable[[int], object]
 
     def before(self, at: int) -> None:
-        """Prepare the job for call number `at`. Before every `HEALTHY`-th call, also make an undisturbed call and a
-        step, which must both succeed."""
+        """Prepare the job for call number `at`. Before every `HEALTHY`-th call, also make an undisturbed call and take
+        a step, both of which must succeed."""
         if not at % HEALTHY:
             self.between(at)
             self.call()
@@ -192,7 +192,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
         return Calls(job, saved_or_loaded, what, "_none", lambda seed: None)
     scaler = GradScaler("cpu", init_scale=4.0)
-    # The first call of `scale` creates GradScaler's scale tensor.
+    # The first call of `scale` creates GradScaler's scale tensor, which `unscale_` needs.
     scaler.scale(torch.ones(()))
 
     def clip_or_unscale() -> None:
@@ -204,8 +204,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     def anew(seed: int) -> None:
         job.set_gradients(10 + seed)
-        # If a gradient's placement differs from its parameter's, the ranks redistribute it between two message
-        # exchanges.
+        # A gradient whose placement differs from that of its parameter makes the ranks redistribute it between two
+        # message exchanges.
         if what == "clip twice":
             grad = job.model.shard.grad
             assert isinstance(grad, DTensor)
@@ -218,8 +218,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return the functions found in the call, those whose exception passed unnoticed, and the number of exceptions that
-    raised an error on all ranks."""
+    """Return the names of the functions found in the call, the functions in which an exception went unnoticed, and the
+    number of injected exceptions that made all ranks raise."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -310,7 +310,7 @@ def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(
 
 
 def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
-    """Return the errors of loading and stepping with a model whose load hook raises on rank 1."""
+    """Return the errors raised by loading and by the next step, for a model whose load hook raises on rank 1."""
     join(store)
     job = SAVED()
     job.step(1)

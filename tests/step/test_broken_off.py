@@ -38,7 +38,7 @@ from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
-# There are 16 matrices with 4 owners, and each bucket has one matrix of each owner.
+# Four owners share 16 matrices, and each bucket has one matrix of each owner.
 NUM_BUCKETS = 4
 PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds, and VICTIM is the rank that fails.
 
@@ -94,8 +94,8 @@ class Case(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """Time-out of the second step, in seconds. It is short only if the failing process stays alive, since the other
-        ranks must then wait for the time-out."""
+        """Time-out of the second step, in seconds. It is short only if the failing process stays alive, since only then
+        do the other ranks have to wait for the time-out."""
         return SHORT if self.how == "hangs" or self.own.startswith(("E", "K")) else PATIENT
 
 
@@ -114,11 +114,11 @@ def _in_turns(first: int, last: int, relays: bool = False) -> str:
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case the rank fails in its second bucket. `_in_turns` takes the first and the last phase in which another rank
-# may notice the failure. The first phase is that of the oldest exchange that the dead rank may have left half sent, or
-# of the first exchange that another rank starts after the failure. The last phase is the wait for the first exchange
-# that the dead rank never started. In "relay", the rank dies when it has its own results but has not yet sent any of
-# them on to the other replica.
+# In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the first and the last phase in
+# which another rank may notice the failure. The first phase is that of the oldest exchange that the dead rank may have
+# left half sent, or of the first exchange that another rank starts after the failure. The last phase is the wait for
+# the first exchange that the dead rank never started. In "relay", the rank dies when it has its own results but has not
+# yet sent any of them on to the other replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
@@ -198,8 +198,8 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 def main(rank: int, name: str, store: str) -> None:
     """Run a successful step, a step in which one rank fails, and a third step.
 
-    If the rank was only late, the job must match a twin job bitwise. If all processes survive an error, the job must do
-    so after its state is restored in a new process group.
+    If the rank was only late, the job must match a twin job bitwise. If an error leaves all processes alive, the job
+    must match the twin after its state is restored in a new process group.
     """
     torch.set_num_threads(1)
     _join(store, rank)
@@ -208,7 +208,8 @@ def main(rank: int, name: str, store: str) -> None:
     weights, state = _weights(job), copy.deepcopy(job.optimizer.state_dict())
     _set_timeout(case.timeout)
     if name == "norms, lives":
-        # With the optimizer state cleared, the step also reduces the norms of weights before the update.
+        # Without optimizer state, the step reduces the norms of weights over ranks before the update. The rank fails in
+        # this reduction.
         job.state.clear()
     if rank == VICTIM:
         _arrange(case, store)
@@ -240,7 +241,7 @@ def main(rank: int, name: str, store: str) -> None:
             twin.step(seed)
             job.step(seed) if seed else None
         assert unlike(job.held(), twin.held()) == []
-    # Leave the process without waiting for the threads of gloo.
+    # Exit at once, because a normal exit would wait for the threads of gloo.
     os._exit(0)
 
 
@@ -337,7 +338,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 leaves after its first vote, so the step of rank 0 must fail."""
+    """Rank 1 votes once and then leaves, so the step of rank 0 must fail and record that it was broken off."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -351,8 +352,8 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """The optimizer is pickled together with the ranks of its last vote (rank 0 alone), which mean nothing in the
-    processes that unpickle it."""
+    """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These mean nothing in
+    the processes that unpickle it, and must not keep it from recording that its first vote there was broken off."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

@@ -82,8 +82,8 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
     ids=str,
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """The shapes give batches with one matrix and with several, and matrices whose rows have gaps between them in
-    memory."""
+    """On the simulated device, a step must give the same values as on the CPU, within rounding. The shapes give batches
+    of one and of several matrices, and matrices whose rows are separated by gaps in memory."""
     here = _made(torch.clone, dtype=dtype, **options)
     before = _found(here)
     here.step(1)
@@ -94,8 +94,8 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The bound is for sums of at most 40 x 16 squares, where each squared value results from fifteen matmuls
-            # with at most 40 terms per element.
+            # The values are sums of at most 40 x 16 squares. Each squared number results from fifteen matmuls, whose
+            # elements are sums of at most 40 terms.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
             # The AdamW updates on both devices round ten operations each, and an update is about as large as lr.
@@ -182,7 +182,7 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return this rank's shards after two steps, and the host synchronizations and uploads of the second step."""
+    """Take two steps. Returns this rank's shards, and the host synchronizations and uploads of the second step."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
@@ -218,8 +218,8 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 
 
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
-    """Return what the simulated device recorded in one steady-state step, the peak of the step's temporary memory in
-    bytes, and its plan."""
+    """Return the record of the simulated device for one steady-state step, the peak of the step's temporary memory in
+    bytes, and the step's plan."""
     d = 768
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     with CudaShape(ranks=ranks, values=False) as mode:
@@ -278,7 +278,7 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # The launches of a bucket are the weight decay, one addition for each of up to three scales, and the cast of bf16
+    # Per bucket, the launches are the weight decay, one addition for each of up to three scales, and the cast of bf16
     # results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
@@ -445,6 +445,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count(ranks, layers=1, **options)
             return
-        # The launch budgets are for the full model of 12 layers.
+        # The upper limits on launches are for 12 layers, so a fault that adds launches needs the full model.
         found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

@@ -33,7 +33,7 @@ def _steps(
     scale: float = 1.0,
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
-    """Return the storages of all weights and state tensors after three steps under a default dtype or device."""
+    """Take three steps under a default dtype or device, and return the storages of all weights and state tensors."""
     full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [
@@ -43,7 +43,7 @@ def _steps(
     groups: list[dict[str, Any]] = [
         {"params": [("wide", params["wide"])], "variant": "cautious"},
         {"params": [("tall", params["tall"])]},
-        # An eps of 1e-8 would be zero in fp16.
+        # In fp16, which is also tested, the default eps of 1e-8 would be zero.
         {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},
     ]
     with process_default(default):
@@ -68,7 +68,8 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ALONE, ids=str)
 def test_a_default_changes_no_bit_of_a_step(options: dict[str, Any]) -> None:
-    # Gradients near 1e-6 have quantization scales below 1e-7, which fp16 cannot represent accurately.
+    # Gradients near 1e-6 have int8 quantization scales below 1e-7. fp16 cannot represent such scales accurately, so
+    # scales created in a default dtype of fp16 would be noticed.
     for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0), (FP64, 1.0)):
         expected = _steps("float32", options, dtype, scale)
         for name in DEFAULTS:
@@ -106,7 +107,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
         w.grad = normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]
-        # Round the scale to a value that both dtypes represent exactly.
+        # Round the scale to a value that both dtypes represent exactly, so that converting it loses nothing.
         state[SCALE] = state[SCALE].to(wrong).float()
         if change:
             state[SCALE] = state[SCALE].to(wrong)

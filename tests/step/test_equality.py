@@ -31,8 +31,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
         return Comparison.with_dense(layout, audit_every=1, **given)
 
 
-# An owner batches fewer matrices than a single process does, so a matrix has other neighbours and another slot in its
-# batch. Its bits must not change.
+# An owner batches fewer matrices than a single process does, so a matrix is in another slot of its batch, beside other
+# matrices. Its bits must not depend on either.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
@@ -77,7 +77,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The number of ranks is the outer loop, so that each pool of ranks starts only once.
+        # The loop over numbers of ranks is the outer one, so that each pool of ranks starts only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],
@@ -95,14 +95,14 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first call of `build` determines how later tensors are sharded.
+        # The first call of `build` caches the sharding, which the second call applies to tensors with other values.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)
         assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
 
 
 def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return everything that an optimizer can read from a tensor, and from a parameter made from it."""
+    """Return everything that an optimizer can read from a tensor and from a parameter made from this tensor."""
     found: list[object] = []
     for t in (tensor, parameters({"": tensor})[""]):
         local = t.detach().to_local() if isinstance(t, DTensor) else t.detach()
@@ -166,7 +166,8 @@ def test_products_that_round_more_on_one_rank_are_seen_on_all() -> None:
     with mock.patch.object(Products, "__init__", rounding), mock.patch.object(Muon, "step", stepped):
         found = Comparison.with_dense("fsdp2", method="standard", ns_dtype=torch.float32, lr=0.02)
     assert not found.bitwise
-    # Rounding to fp16 changes an entry between 1/2 and 1 by up to 2^-12.
+    # Rounding to fp16 changes a value between 1/2 and 1 by up to 2^-12, so the largest reported difference must exceed
+    # half of that.
     assert found.max_difference > 2.0**-13
 
 

@@ -60,7 +60,7 @@ def _calls(step: Callable[[], Any]) -> int:
         calls += event in ("call", "c_call")
 
     gc.collect()
-    # Finalizers of garbage from other tests must not be counted.
+    # Disable garbage collection, so that finalizers of objects from other tests are not counted.
     gc.disable()
     sys.setprofile(watch)
     try:
@@ -76,8 +76,8 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
-    # Of the 28 calls per matrix, 16 are overhead. The others belong to matmuls, which take some 500 calls per batch of
-    # 64 matrices.
+    # A matrix may take 28 calls, of which 16 are overhead. The others belong to matmuls, which take some 500 calls per
+    # batch of 64 matrices.
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
@@ -98,8 +98,9 @@ def test_python_per_dtensor_is_bounded() -> None:
 def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int, passed: int) -> None:
     """The busiest rank owns one or two of 72 matrices and stores a shard of each matrix.
 
-    The matrices have four shapes, one of which does not divide evenly. More replicas only add copies of the results
-    that the owner passes on to other replicas: `passed` counts these copies, after adjacent ones are merged.
+    The matrices have four shapes, one of which does not divide evenly. With more replicas, the only additional calls
+    are copies of the results that the owner passes on to other replicas. `passed` is the number of these copies after
+    adjacent copies are merged.
     """
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]

@@ -54,13 +54,13 @@ def _batch(step: int, micro: int, rank: int) -> Tensor:
     return _whole(2, 6, seed=1000 * step + 100 * micro + rank)
 
 
-# The step in which no batch uses the layer `side`.
+# In step UNUSED, no batch uses the layer `side`.
 UNUSED = 1
 MICROS = 3
 
 
 def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
-    """Return the weights after three steps. Gradients are summed over micro-batches and averaged over ranks.
+    """Take three steps and return the weights. Gradients are summed over micro-batches and averaged over ranks.
 
     `engine` is the name of a layout, or "alone" for a single process.
     """
@@ -109,7 +109,7 @@ def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_
 
 
 def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
-    """Return the groups of a job whose three matrices cycle through `layouts`."""
+    """Return the parameter groups of a job whose three matrix parameters use the given layouts in rotation."""
     rest = as_in({"ddp": "ddp", "tp": "replicate"}.get(layouts[0], "fsdp2"))
     vectors = {"params": [Spec("bias", (9,), rest), Spec("gain", (3,), rest)], "lr": 0.01, "use_muon": False}
     first, second, third = itertools.islice(itertools.cycle(map(as_in, layouts)), 3)

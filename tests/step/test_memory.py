@@ -35,8 +35,8 @@ SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12
 
 
 def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int]:
-    """Return the peak memory of the second step and the peak that `shardmuon plan` estimates, with fp32 matmuls and
-    exchanges."""
+    """Return the peak memory of the second step, and the peak that `shardmuon plan` estimates for this step. Matmuls
+    and exchanges are in fp32."""
     given: dict[str, Any] = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "method": "standard", "ns_dtype": FP32}
     given |= options | LAYOUTS[layout].options(dist.get_world_size())
     job = Job([{"params": [Spec(f"w{i}", shape, as_in(layout)) for i, shape in enumerate(SHAPES)]}], **given)
@@ -131,7 +131,7 @@ def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("config", "preferred", "wire", "talk"),
     [
-        # gloo has no all-to-all for CUDA tensors, so data is exchanged in CPU buffers.
+        # gloo has no all-to-all for CUDA tensors, so exchanges use CPU buffers.
         ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda", "cpu"),
         ("cuda:nccl", "cuda", "cuda", "cuda:1"),

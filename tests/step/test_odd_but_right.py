@@ -55,7 +55,7 @@ def _crossing() -> list[dict[str, Any]]:
     Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1 while rank 3 has none.
     """
     sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
-    # Making a mesh is collective, so every rank makes all meshes.
+    # Making a mesh is a collective operation, so every rank makes all meshes.
     on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}
     mine = [Spec(name, (12, 10), on[ranks]) for name, ranks in sets.items() if dist.get_rank() in ranks]
     return [{"params": mine}, *alone()]
@@ -84,7 +84,7 @@ CUTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "megatron-fsdp+tp in bf16": _megatron("megatron-fsdp+tp", torch.bfloat16, variant="muon_eq+normuon"),
 }
 OF_ALL: dict[str, dict[str, Any]] = {
-    # With this bucket size, two buckets are in flight at a time.
+    # The bucket size is so small that a rank set has several buckets, two of which are in flight at a time.
     "sets of ranks that cross": {"bucket_bytes": 300},
     "megatron-fsdp hfsdp": {"stochastic_rounding": True, "momentum_dtype": torch.float32},
 }
@@ -100,7 +100,8 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
     for seed in (1, 2, 3, 4):
         for one in (job, dense):
             one.set_gradients(seed)
-            # Two parameters have no gradient in steps 1 and 3. Skipping them in step 1 must not create state.
+            # Two parameters have no gradient in steps 1 and 3. When they are skipped in step 1, no state must be
+            # created for them.
             if seed in (1, 3):
                 one.first.grad = one.adamw.grad = None
         before = local_if_any(job.first).detach().clone()
@@ -154,9 +155,9 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
     """All ranks place a gradient differently from its parameter, and the step must redistribute it.
 
-    One kind of gradient is still in flight in an async collective, and the step runs under another default device.
-    Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the end, an AdamW
-    vector must be stepped on exactly those ranks that have a gradient for it.
+    In one of the cases, the gradient is still in flight in an async collective, and the step runs under another default
+    device. Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the end, an
+    AdamW vector must be stepped on exactly those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
@@ -231,7 +232,8 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
 
 
 def _refused_at_first(named: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """Return the error of a first step, after checking that the step changed no weight and created no state."""
+    """Take a first step that must be refused, and check that it changed no weight and created no state. Returns the
+    error message."""
     optimizer = Muon(named, lr=0.1)
     params = optimizer.param_groups[0]["params"]
     before = [local_if_any(p).detach().clone() for p in params]

@@ -29,15 +29,15 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, str], world2: RankPool) -> None:
-    """A matrix must have the same bits with an optimizer of its own, in an optimizer with others, on each of two ranks,
-    and in a fresh process."""
+    """A matrix must have the same bits in every case: with its own optimizer, with one optimizer for all matrices, on
+    each of two ranks, and in a fresh process."""
     assert stepped_alone() == fresh
     assert stepped_alone(apart=True) == fresh
     assert world2.run(stepped_alone) == [fresh, fresh]
 
 
-# The layouts in KINDS run on 4 ranks with both matmul dtypes. The layouts in FEW run with one dtype only, because the
-# owners of matrices do not depend on how matmuls are rounded.
+# The layouts in KINDS run on 4 ranks with both matmul dtypes. The layouts in FEW run on 2 or 3 ranks with one dtype
+# only, because the assignment of matrices to owners does not depend on how matmuls are rounded.
 KINDS = (
     "fsdp2",
     "ddp",

@@ -55,7 +55,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Count the passes over a matrix in a second step, except those of matmuls."""
+    """Take two steps, and count the passes over a matrix in the second step. Passes of matmuls are not counted."""
     job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
     job.step(1)
     with Passes(rows * cols) as passes:
@@ -78,7 +78,7 @@ def normalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normalize a batch with the implementation for accelerators."""
+    """Normalize a batch with the implementation for accelerators, which sums the norms in fp64."""
     return _normalize_in_fp64(x, empty_batch(x.shape, dtype, x.device))
 
 
@@ -122,7 +122,8 @@ def test_zeros_stay_and_bad_entries_spoil_all_of_their_own_matrix(form: Any) -> 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
-    """A matrix must have the same bits whether or not a neighbour in its batch needs scaling."""
+    """A matrix must have the same bits whether or not another matrix in its batch has to be scaled before
+    normalization."""
     x = normal(3, 24, 40).to(dtype)
     plain = normalize(x, dtype)
     for neighbour in (0.0, 1e-38, 1e38):

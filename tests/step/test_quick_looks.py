@@ -117,7 +117,7 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Return everything that validation finds, or the error that it raises."""
+    """Return all results of validation, or the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():

@@ -55,7 +55,7 @@ STORED: list[dict[str, Any]] = [
 FORMS: dict[str, Cut] = {
     "rows": torch.clone,
     "columns": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t.clone(),
-    # The gradient is a single row expanded to all rows, as `weight.sum(0)` produces in backward.
+    # The gradient is a single row expanded to all rows (stride 0), as `weight.sum(0)` produces in backward.
     "one row": lambda t: t[:1].expand_as(t),
 }
 
@@ -168,8 +168,8 @@ class Sequence:
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """Return the expected weight and state of a parameter, without state that a former optimizer or variant left
-        behind."""
+        """Return the expected weight and state of a parameter, leaving out state that a former optimizer or variant
+        left behind."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
         if ("exp_avg" in known) == options["use_muon"]:
@@ -231,7 +231,7 @@ class Sequence:
         self.train(missing=True)
 
     def train_with_options_in_other_words(self) -> None:
-        """On some ranks, give the same options as other types, such as the lr as a tensor, and take a step."""
+        """On some ranks, pass the same option values as other types, such as the lr as a tensor, and take a step."""
         before = [dict(group) for group in self.job.groups]
         if self._concerned():
             for group in self.job.groups:
@@ -239,7 +239,7 @@ class Sequence:
                 group["lr"] = float(lr) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
                 if group["use_muon"]:
                     group["ns_coefficients"] = [list(row) for row in [(3.4445, -4.7750, 2.0315)] * 5]
-                    # AdamW's betas have no effect on matrices.
+                    # Changing AdamW's betas must have no effect on matrices.
                     group["betas"] = (0.5, 0.5)
         self.train()
         for group, old in zip(self.job.groups, before, strict=True):
@@ -257,7 +257,7 @@ class Sequence:
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
             self.job.step()
         hook.remove()
-        # Either the step ended before the interrupt, or the interrupt hit torch's wrapper after the step.
+        # Either the step ended before the interrupt, or the interrupt hit torch's wrapper after the step had ended.
         if done:
             self.stepped(grads)
         elif self.job.optimizer.broken is not None:
@@ -280,8 +280,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step. The audit checks the momentum again in the next
-        step."""
+        """Audit the first step after a skipped batch or a refused step, and take another step, because an audit checks
+        the momentum again one step later."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
         for _ in range(2):
@@ -289,7 +289,8 @@ class Sequence:
             assert check.report.ok, check.report.findings
 
     def save(self) -> None:
-        """Save to checkpoint files or copy the state dicts. Checkpoint files need the same parameters on all ranks."""
+        """Save checkpoint files or copy the state dicts. Files are only saved if all ranks have the same parameters, as
+        a checkpoint requires."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
@@ -318,8 +319,8 @@ class Sequence:
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into a new model and optimizer, where the optimizer was constructed with other
-        arguments."""
+        """Load the saved state into a new model and a new optimizer, which was constructed with other options than the
+        saved one."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
@@ -348,7 +349,7 @@ class Sequence:
                     self.job.state[new] = self.job.state.pop(old)
 
     def make_the_optimizer_anew(self) -> None:
-        """Replace the optimizer by a new one, which has no plan yet but takes over the state."""
+        """Replace the optimizer by a new one, which has no plan yet but is given the state of the old one."""
         if self._concerned(anew=True):
             kept = self.job.state
             named = [{**group, "param_names": list(group["param_names"])} for group in self.job.groups]

@@ -49,7 +49,7 @@ JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in 
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a group with a variant. Variants that keep the norm of weights get no weight decay."""
+    """Return the options of a group with a variant. Hyperball gets no weight decay, because it does not support any."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
@@ -65,8 +65,8 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups with different variants, and one with plain Muon, share a plan. `_PART` is reduced so that norms are
-    summed in many small parts."""
+    """Groups with different variants, and one group with plain Muon, share a plan. `_PART` is reduced so that norms of
+    weights are summed in many small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
@@ -90,8 +90,8 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
-    """State of five and of eight numbers, including NaNs with payloads, is written at an odd offset of a buffer and
-    read back with other strides. The rest of the buffer must not change."""
+    """State with five and with eight numbers, including NaNs with payloads, is written at an odd offset of an exchange
+    buffer and read back with other strides. Its bits and the rest of the buffer must not change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -131,7 +131,8 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
-    """One expert of a stack and one whole matrix are zero, and all shards are replicated. Only the first rank warns."""
+    """One expert of a stack and one other matrix are zero, and all shards are replicated. Only the first of the four
+    ranks warns about them."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
@@ -142,7 +143,7 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # pytest turns warnings into errors, so this report must not warn.
+        # The other ranks must not warn. pytest would turn a warning into an error.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())

@@ -31,8 +31,8 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
         own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     ranks = tuple(dist.get_process_group_ranks(own))
     made = groups._MADE.setdefault(dist.group.WORLD, groups._Made()).groups
-    # Forget the group that another test has created for these ranks, but keep its number, because group names must be
-    # unique.
+    # Forget the process group that another test has created for these ranks, but keep its number, because the names of
+    # process groups must be unique.
     if ranks in made:
         made[ranks] = made[ranks][0], lambda: None
     whole = [torch.ones(6, 8), torch.eye(6, 8)]
@@ -49,7 +49,8 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
 
 @on_ranks(2)
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
-    """The copy's step must still be refused if one rank lacks the gradient of a replicated parameter."""
+    """Like the original's step, the copy's step must be refused if one rank lacks the gradient of a replicated
+    parameter."""
     param = torch.nn.Parameter(torch.ones(6, 8))
     made = copy.deepcopy(Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD))
     (copied,) = made.param_groups[0]["params"]
@@ -74,7 +75,7 @@ def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:
 
 
 def test_fp64_parameters_of_some_ranks_leave_the_wires_of_others_alone(world3: RankPool) -> None:
-    """The dtype of an exchange is only as wide as the parameters of its own bucket require."""
+    """An exchange must not use fp64 if only parameters of other buckets require it."""
     found = world3.run(_doubles_on_two_of_three)
     assert [equal for equal, _ in found] == [True] * 3
     assert found[0][1] == found[1][1]

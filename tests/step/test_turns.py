@@ -26,7 +26,8 @@ def _operations(turn: str, relay: bool) -> list[tuple[str, str]]:
 
 
 def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str, int]]:
-    """Yield phases in an order that posts a relay only after the next bucket has been orthogonalized."""
+    """Yield phases in an order that posts a relay only after the next bucket has been orthogonalized, which leads to a
+    deadlock."""
     for at in range(len(relays)):
         yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
         yield from [("apply", at - 1), ("finish", at - 1)] * (at > 0)
@@ -34,7 +35,8 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate all ranks. Returns whether all ranks finish, and the exchanges that each rank has posted."""
+    """Simulate all ranks. Returns whether all ranks finish without a deadlock, and the exchanges that each rank has
+    posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
         mine = [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket]
@@ -61,7 +63,7 @@ def _family(draw: random.Random) -> list[Bucket]:
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    # Rank-local buckets exchange nothing.
+    # Rank-local buckets exchange nothing, so they relay nothing.
     local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 

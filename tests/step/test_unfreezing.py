@@ -1,4 +1,4 @@
-"""Tests of the errors of `add_param_group` when a part of the model joins the training later."""
+"""Tests of the errors that `add_param_group` raises when a part of the model starts to train later than the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_part_that_is_added_as_it_stands_is_told_what_to_write() -> None:
     optimizer, (group, _) = Muon([model[4].weight], lr=0.03), param_groups(model[2:4], lr=0.03)
     with pytest.raises(ValueError, match=r"group 1: its parameters have names, those of .* none\. .*group\.pop"):
         optimizer.add_param_group(group)
-    # Follow the error message, which says to remove the names.
+    # Follow the error message, which says to remove the parameter names from the group.
     group.pop("param_names")
     optimizer.add_param_group(group)
     assert optimizer.param_groups[1]["params"] == [model[2].weight]

@@ -43,7 +43,7 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Fail in the way `how` on the given ranks, and do `then` on the others."""
+    """On the given ranks, do what `how` names, and on the other ranks what `then` names."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":
@@ -75,8 +75,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running. The process may end between the signal and the read of /proc. Without /proc,
-    a zombie counts as running."""
+    """Return whether a process is running. A process that ends between the signal and the read of /proc is not. Without
+    /proc, a zombie counts as running."""
     try:
         os.kill(pid, 0)
         try:
@@ -127,8 +127,8 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# Each case gives a function, its arguments, whether exceptions are caught, the expected error class and whether the
-# rank returned (both keyed by rank), and words of the error message.
+# Each case gives a function, its arguments, whether exceptions are caught, the expected error class of each failing
+# rank with whether that rank returned, and words of the error message.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),

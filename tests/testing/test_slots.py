@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.mark.parametrize(
     ("dtypes", "least"),
     [
-        # Only bf16 matmuls depend on the CPU's instruction set.
+        # Only bf16 matmuls depend on the CPU's instruction set, so only the bf16 case is marked `numeric`.
         pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),
         ((torch.float32, torch.float16, torch.float64), 5_000),
     ],
@@ -93,8 +93,8 @@ def test_packed_slots_would_be_found() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Matrices of norm 1 in aligned slots are used without a copy and are not modified. Packed matrices are copied into
-    slots and give the same bits."""
+    """Matrices of norm 1 in aligned slots must be used without a copy and must not be modified. Packed matrices must be
+    copied into slots and give the same bits."""
     size = batch_size(rows, cols, CPU)
     x = torch.randn(size, rows, cols, generator=torch.Generator().manual_seed(0))
     x = _normalize(x, empty_batch(x.shape, dtype, CPU))
@@ -140,7 +140,7 @@ def _aligned_operands() -> Iterator[list[int]]:
 def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
-    """The schedules and methods include restarts, cubic steps, and local restarts of the Gram form."""
+    """With these coefficients and methods, restarts, cubic steps and local restarts of the Gram form occur."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):

@@ -89,7 +89,7 @@ def test_stages_run_by_their_place_and_at_one_place_as_they_are_written(names: t
 
 
 def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_keep() -> None:
-    # The matrix has a single row, so on two ranks all of its elements are on one rank.
+    # The matrix has a single row, so sharding by rows leaves all of its elements on one of the two ranks.
     layout = sharded(matrix_view((1, 8)), [range(2)], 0)
     kept = (Kept(ParamLayout.replicated(layout.view.kept([8]), layout.ranks), True),)
     assert make_plan([spec("w", layout)._replace(kept=kept)], Policy()).items[0].route == "owner"
@@ -121,5 +121,5 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    # Some variants do not change a matrix of a single row.
+    # A matrix of a single row need not change, because some variants leave it as it is.
     assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

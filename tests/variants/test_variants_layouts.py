@@ -18,8 +18,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
-    """Compare two steps (three on 3 ranks) with a single-process run. Later steps use the state created by the
-    first."""
+    """Compare two steps (three on 3 ranks) with a single-process run. The first step creates state, and the later steps
+    use it."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
     found = Comparison.with_dense(layout, variant=variant, steps=steps, **given, **of_params)
@@ -43,7 +43,8 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
     """With 4 columns on 3 ranks, FSDP2 stores an empty shard of shape (0, 7, 0) of a stack of 5 experts on the last
     rank. NorMuon's result must still match a single-process run."""
-    params = ["one_row", "odd_experts"]  # Tensor parallelism shards every second parameter by columns.
+    # Tensor parallelism shards every second parameter by columns, which is "odd_experts" here.
+    params = ["one_row", "odd_experts"]
     assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
 
 
@@ -88,5 +89,6 @@ def _lost_on_one_rank(key: str, left: Any) -> None:
     ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
 )
 def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
-    """A rank that had lost its norms once started a reduction that the other ranks did not join."""
+    """A rank that had lost its norms once started a reduction in which the other ranks did not take part. All ranks
+    must raise instead."""
     world2.run(_lost_on_one_rank, key, left)

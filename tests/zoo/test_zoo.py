@@ -151,7 +151,8 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
-    tokens = torch.arange(3, 35)[None]  # With 32 tokens, every expert is chosen at least once.
+    # With 32 tokens, every expert is chosen at least once, so every expert gets a gradient.
+    tokens = torch.arange(3, 35)[None]
 
     def run(model: Any) -> Any:
         return model(input_ids=tokens).logits
