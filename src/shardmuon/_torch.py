@@ -26,7 +26,8 @@ _T = TypeVar("_T")
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return `isinstance(value, DTensor)` without importing torch.distributed.tensor, which would take 1 s. If that
     module is not imported yet, no DTensor exists."""
-    if type(value) in (Tensor, torch.nn.Parameter):  # by exact type, since DTensor is a subclass of Tensor
+    # `isinstance(value, Tensor)` would also be True for DTensors, because DTensor is a subclass of Tensor
+    if type(value) in (Tensor, torch.nn.Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -62,7 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> matmul backend, values of its flags
+# device type -> torch's matmul settings for this device, and the values that disable reduced precision
+_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
     "cuda": (
@@ -152,7 +154,8 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-foreach_copy_ = partial(foreach, "copy_")  # arguments: targets, sources; copies can change the dtype
+# copies the tensors of the second list to those of the first, and converts dtypes if necessary
+foreach_copy_ = partial(foreach, "copy_")
 
 
 def foreach_norm(
@@ -234,7 +237,8 @@ def is_alive(group: Any) -> bool:
 
 def group_named(name: str) -> Any:
     """Return the process group that torch knows by a name, or None if there is none."""
-    known = dist.distributed_c10d._world.pg_group_ranks if name else ()  # also has the -100 of groups without this rank
+    # one key can be -100, torch's placeholder for groups without this rank
+    known = dist.distributed_c10d._world.pg_group_ranks if name else ()
     return next((group for group in known if getattr(group, "group_name", "") == name), None)
 
 
@@ -278,6 +282,7 @@ def timeout_of(group: Any) -> timedelta | None:
     """
     found = list[timedelta]()
     for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # no backend for this device type, or no timeout
+        # the group may have no backend for this device type, and a backend may have no timeout
+        with suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(device).options._timeout)
     return max(found, default=None)

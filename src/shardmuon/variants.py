@@ -236,7 +236,7 @@ class AfterStage(Stage):
 
 
 def scaled_(
-    stages: Sequence[AfterStage],  # at least one
+    stages: Sequence[AfterStage],  # at least one stage
     x: Tensor,  # (B, rows, cols), scaled in place
     kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
 ) -> None:
@@ -257,7 +257,7 @@ def scaled_(
     x.mul_(total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2))
 
 
-def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # all three have shape (B, 1)
+def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the result have shape (B, 1)
     """Divide numbers by norms. Quotients that are NaN or infinite, as for matrices of zeros or matrices with NaN or
     Inf, are replaced by 1."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
@@ -303,7 +303,7 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        if x.device.type == "cpu":  # fast path: saves 3% of a step at d=384 with fp32 products
+        if x.device.type == "cpu":  # this fast path saves 3% of a step at d=384 with fp32 products
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
             if float(low) > _LOW and float(high) < _HIGH:  # False if any norm is 0 or NaN
@@ -389,7 +389,7 @@ class NorMuon(AfterStage):
         means = norms.means
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
-        floored = kept.to(means.dtype).clamp(min=1e-10)  # the bound that nanochat uses
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # the lower bound 1e-10 is nanochat's
         # ||O||^2 and ||O'||^2 are the sums over lines of the mean squares, both times the same constant
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
@@ -445,10 +445,10 @@ VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    "cautious": (),  # `apply_` of step/update.py implements its weight decay
+    "cautious": (),  # `apply_` in step/update.py implements the cautious weight decay
 }
 
-# keys of the state of all stages
+# State keys of all variant stages, without duplicates.
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 

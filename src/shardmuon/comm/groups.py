@@ -56,7 +56,7 @@ class _Made:
     lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # keys are default process groups
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # each key is a default process group
 
 
 def made_under(world: Any) -> _Made:
@@ -161,8 +161,8 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # the object of a destroyed group can still exist
-        return kept  # ignore the hint, because ranks that rebuild a plan can have different hints
+    if kept is not None and is_alive(kept):  # `kept` may be the object of a destroyed group
+        return kept  # `hint` is ignored from now on, because ranks that rebuild a plan can have different hints
     for group in (default_group(), hint):
         if group is not None and group_ranks(group) == ranks:
             break
@@ -183,7 +183,8 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # e.g. "cuda" -> "nccl"
+    # maps a device type to its backend, for example "cuda" to "nccl"
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
     found = torch.accelerator.current_accelerator()
@@ -246,12 +247,12 @@ class Pending(NamedTuple):
     """
 
     work: Any
-    came: Tensor  # 1-D
-    sent: Tensor  # 1-D
+    came: Tensor
+    sent: Tensor
 
-    def wait(self) -> Tensor:  # 1-D
-        """Wait for the all-to-all and return the receive buffer. On an accelerator, the current stream waits instead of
-        the CPU."""
+    def wait(self) -> Tensor:
+        """Wait for the all-to-all and return the 1-D receive buffer. On an accelerator, the current stream waits
+        instead of the CPU."""
         self.work.wait()
         return self.came
 
@@ -350,7 +351,7 @@ class Lane:
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":
-                heard = pickle.loads(found.numpy().data)  # pickle ignores bytes after the message
+                heard = pickle.loads(found.numpy().data)  # `pickle.loads` ignores the bytes after the message
                 message = heard if kind == "take" else merged(message, heard)
         return message
 
@@ -404,5 +405,5 @@ def _name_of(ranks: Ranks, number: int) -> str:
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
-def _bytes_of(data: bytes) -> Tensor:  # uint8
+def _bytes_of(data: bytes) -> Tensor:  # returns a 1-D uint8 tensor
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

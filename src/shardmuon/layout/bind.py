@@ -261,7 +261,7 @@ def bind(
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Format the properties of a parameter that must be equal on all ranks that share it. `compared`: True if the
+    """Format the properties of a parameter that must be equal on all ranks that share it. `compared` is True if the
     values of replicas are to be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))

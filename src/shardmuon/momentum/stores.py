@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # rounds to nearest if it is used in place of random bits
+_NEAREST = 0x8000  # used in place of random bits, this value rounds to nearest
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Stream:
         found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
         return found.permute([order.index(d) for d in range(len(order))])
 
-    def round(self, patch: Patch, x: Tensor) -> Tensor:  # values in bf16
+    def round(self, patch: Patch, x: Tensor) -> Tensor:  # returns bf16 values
         """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in
         fp32, in the patch's order but in any shape; the result has the shape of `x`."""
         values = x.reshape(patch.sizes)
@@ -143,7 +143,7 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
 def _round_by(
     x: Tensor,  # values in fp32
     bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
-) -> Tensor:  # values in bf16
+) -> Tensor:  # returns bf16 values
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
     # A bf16 number is the upper half of an fp32 number, so a carry out of the lower half gives the next bf16 number,
@@ -158,7 +158,7 @@ def _slab(device: torch.device) -> int:
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
-BLOCK = 128  # number of columns with a common scale
+BLOCK = 128  # columns per block; all elements of a block have a common scale
 _LEVELS = 127
 
 
@@ -190,7 +190,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            # The distance is in units of the spacing of fp32. The spacing of bf16 is 2**16 of these units.
+            # The distance by which an element has moved, in multiples of the spacing of fp32 numbers. The spacing of
+            # bf16 numbers is 2**16 such multiples.
             moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):

@@ -71,8 +71,8 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Return the coefficients that map s to what `steps` map s / factor to. The factor is above 1 if it was published
-    with the coefficients, or if they flip signs or diverge without it."""
+    """Return coefficients that give the same result for s as `steps` give for s / factor. The factor is above 1 if it
+    was published with the coefficients, or if they flip signs or diverge without it."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
@@ -140,12 +140,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # name in Emerging-Optimizers and Megatron
+    "simple": "keller",  # the name that Emerging-Optimizers and Megatron use
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # name in Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # the name that Emerging-Optimizers uses
     "cubic5": "cubic",
 }
 

@@ -33,12 +33,12 @@ from shardmuon.price.machines import Machine
 
 # Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
 # itself. The next two constants define what is enough.
-_NO_GAIN = 102  # minimum ratio of the time with division to the time without division, in percent
-_LATENCIES = 3  # minimum time that must be saved, in latencies of exchanges between nodes
+_NO_GAIN = 102  # minimum ratio of the time with division to the time without, in percent
+_LATENCIES = 3  # minimum saving of time, as a multiple of the latency of an exchange between nodes
 _NUMS = (*range(1, 21), 24, 32)  # numbers of buckets that the planner tries
 _TAILS = (1, 2, 4)
-# Memory traffic of three phases of a step, in bytes per element: that of `foresight.hardware`, if an element takes two
-# bytes on the wire.
+# Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The numbers are those of
+# `foresight.hardware` for elements that are sent as two bytes.
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
@@ -279,7 +279,7 @@ def _by_price(
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
     that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
     plan."""
-    # keys: (largest number of elements on any rank, number of buckets, nanoseconds)
+    # The keys are (largest number of elements on any rank, number of buckets, nanoseconds).
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
@@ -287,7 +287,8 @@ def _by_price(
         for step in (1, -1)[: len(shares)]:  # try both orders of the buckets
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
-    best = min(option for option in found if option[2] * 100 <= shortest * 102)  # at most 2% slower
+    # accept up to 2% more time than the shortest
+    best = min(option for option in found if option[2] * 100 <= shortest * 102)
     taken, num, ns = best
     return (
         found[best],
@@ -489,7 +490,7 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    # The keys of `passed_on` are replicas. The keys of the other three counters are owners.
+    # The keys of `passed_on` are replicas. The keys of `computed`, `came` and `kept` are owners.
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
@@ -516,7 +517,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # nanoseconds of memory traffic and host work
+    def passed(each: int, elements: int) -> int:  # returns nanoseconds of memory traffic and host work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

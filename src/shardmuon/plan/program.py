@@ -29,7 +29,7 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-_ALIGNMENT = 64  # bytes; equal alignment makes a result independent of the matrix's place in a batch
+_ALIGNMENT = 64  # alignment in bytes; equal alignment makes a result independent of the matrix's place in a batch
 
 
 def aligned(numel: int, itemsize: int) -> int:

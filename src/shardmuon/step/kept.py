@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-CARRIED = "kept_state"  # key in a saved group: parameter name or position -> state key -> tensor
+CARRIED = "kept_state"  # this key of a saved group holds a dict: parameter name or position -> state key -> tensor
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:

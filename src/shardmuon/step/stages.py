@@ -37,7 +37,7 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copies fit in the cache
+_PART = 1 << 17  # number of elements summed at a time on CPUs, so small that their fp64 copies fit in the cache
 
 
 class WeightSet:
@@ -119,7 +119,7 @@ class WeightSet:
         """Store norms that are still unknown, and queue a check for matrices of zeros. Called before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        if self._rank == self.ranks[0]:  # one warning per set, from its first rank
+        if self._rank == self.ranks[0]:  # only the first of the ranks that share the matrices warns about them
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix

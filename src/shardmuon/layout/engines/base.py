@@ -230,7 +230,8 @@ class Engine:
         for column in (params, grads, *states):
             if set(map(_DTYPE, column)) != {column[0].dtype}:
                 return None
-        for column in (params, *states):  # reject expanded tensors: their elements share memory and cannot be written
+        # reject expanded tensors, whose elements share memory and therefore cannot be written
+        for column in (params, *states):
             if list(map(_DEVICE, column)) != devices:
                 return None
             if not all(map(Tensor.is_contiguous, column)) and any(0 in one.stride() for one in column):

@@ -105,7 +105,7 @@ _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> the parameter's locatio
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     is_sharded = bool(handle.uses_sharded_strategy)
     group = GroupRef.of(handle.process_group)
-    # With HYBRID_SHARD, this is the group of ranks that store replicas of this rank's shard.
+    # With HYBRID_SHARD, the ranks of `copies` store replicas of this rank's shard.
     copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
