@@ -1,5 +1,5 @@
-"""Wrappers of private and renamed torch APIs. Each remark gives the torch versions to which it applies. Wrappers of the
-private APIs of DTensor and FSDP1 are in layout/engines/."""
+"""Wrappers of private and renamed torch APIs. Remarks on torch's behavior name the torch versions to which they
+apply. Wrappers of the private APIs of DTensor and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Check quickly if torch can process these lists with one kernel. False means that the caller must check the
-    tensors index by index, which takes much longer but is rarely needed. The result is False for lists with dims of
-    size 1, because contiguous tensors of equal shape can have different strides in such dims."""
+    """Check quickly if torch can process several lists of tensors with one kernel. False means that the caller must
+    check the tensors index by index, which takes much longer but is rarely needed. The result is False for lists
+    with dims of size 1, because contiguous tensors of equal shape can have different strides in such dims."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)

@@ -38,9 +38,8 @@ class ExchangeError(RuntimeError):
 
     @classmethod
     def of(cls, error: Exception, where: str, damage: str = HALF_DONE) -> ExchangeError:
-        """Build an ExchangeError from an exception. The message consists of `where`, which names the failed operation,
-        the original error, `damage`, a sentence that states which data the failure may have left inconsistent, and the
-        remedy."""
+        """Build an ExchangeError from an exception. The message has four parts: the failed operation (`where`), the
+        original error, a sentence on the data that may be inconsistent now (`damage`), and the remedy."""
         cause = f"{type(error).__name__}: {error}".rstrip(". \n")
         return cls(f"{where}: {cause}. {damage}. {cls.REMEDY}")
 

@@ -282,8 +282,8 @@ _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
 class StepCall(TableCall[Binding]):
-    """One rank's part in the agreement of all ranks on a step, or on a plan without a step. Implements the interface
-    `Call` of comm/vote.py.
+    """This rank's part in the vote of all ranks on a step, or on a plan without a step. Implements the interface `Call`
+    of comm/vote.py.
 
     Attributes:
         options: Settings of each group; None for groups that AdamW updates.

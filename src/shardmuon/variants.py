@@ -120,7 +120,7 @@ class Norms:
         return found
 
     def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
-        """Update these norms for matrices that are multiplied by `factor`, which has one number per matrix or per
+        """Update the norms after a multiplication of the matrices by `factor`, which has one number per matrix or per
         line."""
         if self.means is not None:
             self.means = factor.square() * self.means

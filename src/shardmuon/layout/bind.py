@@ -179,10 +179,10 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of these parameters, and the sets of ranks in each of the ties. Other ranks of the sets wait for
-    this rank's message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is
-    left out. If `fault` contains an error afterwards, the search is repeated once, because an interruption can end a
-    search early."""
+    """Find the ties of these parameters, which are the ranks that share each parameter, and the sets of ranks in each
+    of the ties. Other ranks of the sets wait for this rank's message, so an error does not stop the search: the
+    error is recorded in `fault`, and its parameter is left out. If `fault` contains an error afterwards, the search
+    is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -271,8 +271,9 @@ def _line(one: _Described, compared: bool) -> str:
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Make the error message about the first parameter that a rank of the set describes differently from the set's
-    first rank. The message leaves out what the two descriptions have in common."""
+    """Make the error message for ranks that describe a shared parameter differently. The message is about the first
+    parameter for which a rank's description differs from that of the first rank, and leaves out what the
+    two descriptions have in common."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):

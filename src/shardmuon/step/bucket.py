@@ -163,7 +163,7 @@ class Buckets:
         missing: Parameters without a gradient.
 
     Attributes:
-        bounds: The buckets without these parameters, in the plan's order.
+        bounds: The buckets, without the parameters in `missing`, in the plan's order.
         order: The order of the buckets' operations, see `shardmuon.price.clock.turns`.
         moves: True if any bucket needs an exchange, so that other ranks can be waiting for this rank.
     """

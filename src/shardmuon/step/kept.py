@@ -3,9 +3,9 @@ format cannot contain it. See [Note: what a stage keeps] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
-    has. Stage state is neither, but it is small and equal on every rank, and both frameworks save and load the options
-    of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the groups of an
-    optimizer, this key can exist only between loading and the next step.
+    has. Stage state meets neither condition, but it is small and equal on every rank, and both frameworks save and load
+    the options of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the
+    groups of an optimizer, this key can exist only between loading and the next step.
 """
 
 from __future__ import annotations

@@ -82,13 +82,14 @@ class WeightSet:
 
     @classmethod
     def of_rank(cls, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-        """Make the weight sets of a rank. The order of the sets depends only on their contents, so all ranks process
-        the sets that they share in the same order.
+        """Make the weight sets (`WeightSet`) of a rank. The order of the sets depends only on their contents, so all
+        ranks process the sets that they share in the same order.
 
         Args:
             plan: The plan.
             stages: Index of a parameter -> its stages, for the parameters to be processed: before the update, those
-                with new norms; after it, those with gradients. All ranks that share a parameter must agree on this.
+                with new norms; after it, those with gradients. All ranks that share a parameter must agree on whether
+                the parameter is processed.
             rank: The rank.
             shapes: Shape of the rank's local storage of each parameter of the plan.
         """
@@ -188,10 +189,11 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
     """Run the stages on weights after the update. If `watch` is given, prepare the stages before the update instead,
-    for parameters with new norms. Collective among the ranks of each set.
+    for parameters with new norms. Collective among the ranks that share a parameter with such a stage.
 
     Raises:
-        ExchangeError: A rank of a set with several ranks died, hung or failed. The message names the set.
+        ExchangeError: One of these ranks died, hung or failed. The message names the ranks and the parameters that they
+            share.
     """
     when, damage = "before the update", ExchangeError.UNCHANGED
     if watch is None:

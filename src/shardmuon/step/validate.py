@@ -92,8 +92,9 @@ class Proposal(Work):
 
     @staticmethod
     def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
-        """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
-        `lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
+        """Format an error message about the first difference between ranks that share parameters. `everyone` has the
+        result of `lines` of each rank, in the order of `ranks`, or None for a rank whose plan has no parameters that
+        exactly these ranks share."""
         told = [lines for lines in everyone if lines is not None]
         plans, *lines = zip(*told, strict=False)
         if len(told) < len(ranks) or len(set(plans)) > 1:
