@@ -118,7 +118,8 @@ def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Te
     operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
         return ()
-    if columns[0][0].device.type == "cpu" or _go_together(columns):  # CPUs always process tensors one by one
+    # torch processes tensors on CPUs one by one anyway, so their lists are never split
+    if columns[0][0].device.type == "cpu" or _go_together(columns):
         made: Sequence[Tensor] | None = operation(*map(list, columns), **others)
         return made or ()
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -160,7 +161,7 @@ foreach_copy_ = partial(foreach, "copy_")
 
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:  # returns 0-dim tensors
+) -> tuple[Tensor, ...]:  # the norms are 0-dim tensors
     """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 

@@ -93,7 +93,7 @@ class Core:
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # None: make a keeper from `config`
+        keeper: Keeper | None = None,  # None: the optimizer makes a keeper from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -170,7 +170,7 @@ class Core:
             audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
             self.audits.num_audits += self.audits.due > 0
         self.audits.num_steps += 1
-        missing = frozenset[int]()  # indices of parameters without a gradient
+        missing = frozenset[int]()  # indices of the parameters without a gradient in this step
         if GradientState.NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == GradientState.NONE)
         on_weights = binding.on_weights - missing
@@ -593,7 +593,7 @@ class Muon(Core, Optimizer):
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # the host's framework is not imported
+                    continue  # this host's framework is not imported, so the host cannot be active
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -727,7 +727,7 @@ class Muon(Core, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
         the value in this optimizer's group is kept."""
-        mine = self.__dict__.get("param_groups", [])  # no groups exist yet while unpickling
+        mine = self.__dict__.get("param_groups", [])  # an optimizer that is being unpickled has no groups yet
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))

@@ -294,7 +294,8 @@ class Lane:
             raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
         self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
         self._hops = _hops_of(self.me, len(ranks))
-        self._limit = timeout_of(world) or timedelta(minutes=30)  # some backends do not expose a timeout
+        # 30 minutes are the default, since some backends do not expose a timeout
+        self._limit = timeout_of(world) or timedelta(minutes=30)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_default_device(lazy_init=True)]

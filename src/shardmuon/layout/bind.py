@@ -265,7 +265,7 @@ def _line(one: _Described, compared: bool) -> str:
     values of replicas are to be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of any size
+    sizes = f"{shape}".replace("-1", "any")  # -1 is the size of a dim that is cut into parts of any size
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
@@ -325,7 +325,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # contains one table, or nothing if this rank has an error
+    table: Sequence[Table],  # a list with one table, or an empty list if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,

@@ -40,7 +40,7 @@ from typing import NamedTuple
 from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
-_Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
+_Ranges = tuple[tuple[int, int], ...]  # intervals [start, stop) of one tensor dim, in storage order
 _OfRank = tuple[tuple[Held, ...], Ints]  # one rank's pieces, and the shape of the storage that contains them
 
 
@@ -72,7 +72,8 @@ class OnMesh(NamedTuple):
         return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
 
     def read_at(self, shape: Ints, place: Ints) -> _OfRank:
-        """Compute the pieces and the storage shape of the rank at mesh coordinate `place`, as in `reading`."""
+        """Compute the pieces that the rank at mesh coordinate `place` stores, and the shape of the storage that
+        contains these pieces."""
         ranges = []
         for dim, size in enumerate(shape):
             listed = [(axis, p.factor) for axis, p in enumerate(self.placements) if p and p.dim == dim]

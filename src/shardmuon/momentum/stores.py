@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # used in place of random bits, this value rounds to nearest
+_NEAREST = 0x8000  # rounds to nearest if used in place of random bits
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class Stream:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
-    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # int32 in [0, 2**16), with shape patch.sizes
+    # returns int32 numbers in [0, 2**16), with shape patch.sizes
+    def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column changes
+        along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column index changes
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
         begin = (patch.matrix << 44) + patch.row * per_row
@@ -86,7 +87,7 @@ class Stream:
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter, self.key).view(torch.int16)
         skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # the columns are contiguous
+        if width == math.prod(size for size, _ in steps):  # in this case, the columns of the patch are contiguous
             lanes = lanes[:, skipped : skipped + width]
         else:
             lanes = lanes[:, _line(skipped, steps, device)]
@@ -118,7 +119,7 @@ class Rounding(NamedTuple):
     weights: Stream | None = None
 
 
-def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D tensor of int64
+def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # returns a 1-D int64 tensor
     """Compute `first` plus the sum of index * step over all dims, for all indices in row-major order. `dims` lists
     (size, step) of each dim.
     """
@@ -239,7 +240,7 @@ def decode(
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
-    scale = scale.float()  # scales from a checkpoint can have a dtype other than fp32
+    scale = scale.float()  # scales that come from a checkpoint can have a dtype other than fp32
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 

@@ -181,7 +181,7 @@ class Products:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # a symmetric result has the size short x short
+        short, long = sorted(shape[-2:])  # the result of a symmetric product has the size short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
@@ -209,7 +209,8 @@ class Products:
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return _mm_to_fp32(*_sides(x))
-        wide = Products(x.shape, x.device, self.operands)  # these products are not rounded to half precision
+        # `wide` does not round its results to half precision
+        wide = Products(x.shape, x.device, self.operands)
         found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
         return found
 
@@ -225,7 +226,8 @@ class Products:
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        wide = Products(middle.shape, middle.device, self.operands)  # these products are not rounded to half precision
+        # `wide` does not round its results to half precision
+        wide = Products(middle.shape, middle.device, self.operands)
         half_way = wide.mm(factor, middle, out=_square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
 
@@ -312,7 +314,7 @@ def _by_blocks(
 # 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm, 2^-60, and
 # below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
-_LEAST = 2.0**-1000  # below the norm of any nonzero fp32 matrix
+_LEAST = 2.0**-1000  # smaller than the norm of any nonzero fp32 matrix
 # Chunk size in elements. torch sums fewer than 2^15 elements on one thread, so the bits of a chunk's norm do not depend
 # on the number of threads.
 _CHUNK = 1 << 14
@@ -331,7 +333,7 @@ def _normalize(
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # infinite norms become NaN
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # make infinite norms NaN
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
     # rounds each quotient once.
     if len(x) == 1:
@@ -339,7 +341,7 @@ def _normalize(
     return torch.div(x.to(wide), norm, out=out)
 
 
-def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
+def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
@@ -352,7 +354,7 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
     return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
 
 
-def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
+def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-dim tensor
     whole = flat.numel() // _CHUNK * _CHUNK
     parts = torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1, dtype=wide)
     if whole < flat.numel():
@@ -364,21 +366,21 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two factors, since a single factor can overflow or underflow
+    half = exponent // 2  # multiply by two factors, since a single power of two can overflow or underflow
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
 def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
     number, two passes over the matrix suffice, and the host does not wait for the device."""
-    # `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is four times as large, and the
-    # memory traffic is nine times that of `foreach_norm`.
+    # `foreach_norm` is used because `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is
+    # four times as large, and the memory traffic is nine times that of `foreach_norm`.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
     # If a norm is 0, its reciprocal becomes a finite number, so that a zero matrix stays zero. If a norm is infinite or
     # NaN, its reciprocal becomes NaN.
     norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST)
-    return torch.mul(x, norm.reciprocal_(), out=out)  # the product is computed in fp64 and rounded once
+    return torch.mul(x, norm.reciprocal_(), out=out)  # this multiplication computes in fp64 and rounds once
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
@@ -390,7 +392,8 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
 
 
 def _newton_schulz(
-    y: Tensor,  # (B, m, n) or (m, n), in slots as in `empty_batch`; norm 1, dtype `products.operands`
+    # (B, m, n) or (m, n), in slots as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    y: Tensor,
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # same shape and dtype as `y`
@@ -413,7 +416,7 @@ def _newton_schulz(
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)
-        if c == 0.0:  # a cubic step does not need the product A A
+        if c == 0.0:  # a cubic step (c = 0) does not need the product A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
             products.symmetric_mm(left, right, out=gram)
@@ -449,14 +452,15 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
 
 
 def _gram_newton_schulz(
-    y: Tensor,  # (B, m, n) or (m, n), in slots as in `empty_batch`; norm 1, dtype `products.operands`
+    # (B, m, n) or (m, n), in slots as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    y: Tensor,
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # same shape and dtype as `y`
     """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form]."""
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
-    # each segment has the steps between two restarts
+    # each segment consists of the steps between two restarts
     first, *others = (coefficients[start:stop] for start, stop in ends)
     if _restarts_locally(short, long, coefficients, products.dtype):
         wide = products.gram_fp32(y)
@@ -571,7 +575,7 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
-    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
+    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of the products A A, which cubic steps do not have
     # FLOPs of X X^T, and of the product of a square matrix and X
     twice: float = 2 * m * m * n * (1.0 + symmetric_share)
     small: float = 2 * m**3
@@ -636,7 +640,7 @@ def orthogonalize(
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
-            del found  # free memory for the next batch
+            del found  # free the result's memory before the next batch
         return out if watch is None else watch.keep_finite(out, x, f"method={method!r} on {rows}x{cols}")
 
 
@@ -685,7 +689,8 @@ class FiniteWatch:
     ) -> Tensor:  # returns `out`
         """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU, this check waits for no device
+        # on a CPU, this check does not wait for any device
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
         self.seen.append((text, spoiled, given))

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-Triples = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step
+Triples = tuple[tuple[float, float, float], ...]  # one triple (a, b, c) for each step
 
 _MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
 _LARGEST = 2.0  # larger outputs count as divergence; the outputs of all schedules in this file stay under 1.6
@@ -63,7 +63,8 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))  # the negation also selects NaN
+        # because of the negation, NaN counts as a bad value, too
+        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
         fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
@@ -140,12 +141,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # the name that Emerging-Optimizers and Megatron use
+    "simple": "keller",  # Emerging-Optimizers and Megatron use the name "simple"
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # the name that Emerging-Optimizers uses
+    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses the name "deepseekv4"
     "cubic5": "cubic",
 }
 

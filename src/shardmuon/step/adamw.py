@@ -116,12 +116,13 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `step_adamw` moves it to the weight's device
+    # `step_adamw` moves the step count to the weight's device
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
     for key in MOMENTS:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg and exp_avg_sq of a parameter
+_Tensors = Sequence[Tensor]  # the weight, gradient, exp_avg and exp_avg_sq of one parameter
 _Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and the step count
 
 
@@ -159,8 +160,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             end = [t[whole:] for t in flats]
         else:
             uncounted.append(step)
-        # On CPUs, parameters with equal dtypes and step counts share a copy. On other devices, they do not, because
-        # reading a step count would wait for the device.
+        # On CPUs, parameters with equal dtypes and step counts share a copy. On other devices, each parameter has a
+        # copy of its own, because reading a step count would wait for the device.
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]

@@ -305,5 +305,5 @@ def fingerprint(storage: Tensor) -> int:
     chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # chunks on CPUs are small enough for the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        total += mix_(places, part).sum()  # int64 sums wrap around modulo 2**64
+        total += mix_(places, part).sum()  # sums of int64 numbers wrap around modulo 2**64
     return int(total.item())

@@ -279,7 +279,7 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
         if out is not x:
             x.copy_(out)
-        del fed, out  # frees memory before the next batch
+        del fed, out  # free the memory of these tensors before the next batch
 
 
 def _run_before(

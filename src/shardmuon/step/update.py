@@ -64,7 +64,8 @@ _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
 # and are equally spaced; the first dim of the view counts the tiles.
 _Row = tuple[Ints, Ints, int]
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list for all tiles
+# a function that takes a list with one entry per tile, and selects the entries of some tiles
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
@@ -116,7 +117,7 @@ class Side:
         # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # the (kinds, limit) for which the portions were computed
+        # the kinds and the limit for which the portions were computed
         self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 
@@ -398,7 +399,7 @@ def apply_(
 
 
 def _decay_agreeing_(
-    weight: Tensor,  # updated in place
+    weight: Tensor,  # one local weight tensor, updated in place
     agreement: Tensor,  # same shape: positive where weight and update have the same sign
     factor: float,
 ) -> None:

@@ -32,7 +32,8 @@ _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
-Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape of a tensor, and rank -> pieces that it stores
+# the global shape of a tensor, and the pieces that each rank stores
+Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]
 
 
 def names_of(group: Group) -> Sequence[str]:

@@ -60,7 +60,7 @@ class UnitPlace(NamedTuple):
     def of(param: Tensor) -> UnitPlace | None:
         """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
         parameter's model cannot be found."""
-        if not getattr(param, "_fsdp_flattened", False):  # set by torch on original and on flat parameters
+        if not getattr(param, "_fsdp_flattened", False):  # torch sets this attribute on original and on flat parameters
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
@@ -99,7 +99,7 @@ class UnitPlace(NamedTuple):
                 _note(unit, handle, handle.flat_param)
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> the parameter's location in an FSDP1 unit
+_PLACES: Any = WeakTensorKeyDictionary()  # maps each parameter to its location in an FSDP1 unit
 
 
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
