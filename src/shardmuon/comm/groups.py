@@ -60,7 +60,8 @@ _MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # ea
 
 
 def made_under(world: Any) -> _Made:
-    """Return the process groups and lanes that were created under a default process group, and its token."""
+    """Return the process groups and lanes that were created under a default process group, with the token of this
+    default group."""
     return _MADE.setdefault(world, _Made())
 
 
@@ -233,7 +234,7 @@ class Traffic:
         return Pending(work, came, send)
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return the increase of each counter since the copy `earlier` was made."""
+        """Return how much each counter has increased since `earlier`, a copy of these counters, was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
@@ -262,8 +263,8 @@ class Pending(NamedTuple):
 
 def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
     """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling]). A hop
-    consists of its kind and the index of the other rank. The kind "hear" receives a message to merge, "take" the final
-    result."""
+    consists of its kind and the index of the other rank. A hop of kind "send" sends a message, "swap" sends one and
+    merges the received one, "hear" only receives and merges, and "take" receives the final result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]

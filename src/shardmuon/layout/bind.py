@@ -97,7 +97,7 @@ class Table:
 
 
 def union(groups: Collection[Ranks]) -> Ranks:
-    """Return all ranks that belong to any of these groups, in ascending order."""
+    """Return all ranks that belong to any of several groups, in ascending order."""
     return tuple(sorted({rank for group in groups for rank in group}))
 
 

@@ -91,9 +91,10 @@ class OnMesh(NamedTuple):
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
-    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. In
-    `listed`, a factor above 1 counts the shards made by all earlier cuts of axes that come later in the list. In the
-    result, a factor counts only shards made by axes that are missing from the list."""
+    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim ([Note:
+    order of cuts]). `listed` has the pairs in the order of the mesh axes. There, a split factor is the number of shards
+    that earlier cuts, by axes later in the list, had made. In the result, a factor counts only the shards made by axes
+    that are not in the list."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0

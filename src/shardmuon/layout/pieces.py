@@ -27,7 +27,7 @@ _Span = tuple[Ints, Ints]  # first index and sizes of a box
 
 
 class Box(NamedTuple):
-    """A rectangle of the tensor: `offset[d] <= index[d] < offset[d] + size[d]` for every dim."""
+    """A box of a tensor's elements: `offset[d] <= index[d] < offset[d] + size[d]` for every dim d."""
 
     offset: Ints
     size: Ints

@@ -52,7 +52,8 @@ class Keeper:
         self.as_computed = not self.rounds and device is None
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
-        """Return the dtype and device in which the momentum, and its scales if there are any, are stored, by state key.
+        """Map the state key of the momentum, and of the scales of 8-bit codes if there are any, to the dtype and device
+        of the stored tensor.
 
         Args:
             like: Any tensor on the parameter's device.

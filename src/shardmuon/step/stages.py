@@ -117,7 +117,8 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
-        """Store norms that are still unknown, and queue a check for matrices of zeros. Called before the update."""
+        """Store the norms of weight matrices that are still unknown, and queue a check for matrices of zeros. Called
+        before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         if self._rank == self.ranks[0]:  # only the first of the ranks that share the matrices warns about them

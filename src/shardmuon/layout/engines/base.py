@@ -72,8 +72,8 @@ class Ties(NamedTuple):
 
     @property
     def sets(self) -> tuple[Ranks, ...]:
-        """The ranks in `parts` and the ranks in `mates`, each in ascending order. Only one of the two if they are
-        equal."""
+        """The sets of ranks that share the tensor, as far as this rank knows: the ranks in `parts` and the ranks in
+        `mates`, each in ascending order. If both are equal, only one of them is listed."""
         return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
 
 
