@@ -731,7 +731,7 @@ class Muon(Core, Optimizer):
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        # state dicts lack this key, so loading one resets `broken` to None; copies and pickles contain it
+        # state dicts have no key "broken", so loading one resets the attribute to None; copies and pickles have the key
         self.broken = state.get("broken")
         if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()

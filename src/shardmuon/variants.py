@@ -113,7 +113,7 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) -> tensors (B, 1)
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # maps nonnegative (B, P) to (B, 1)
         """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
@@ -238,7 +238,7 @@ class AfterStage(Stage):
 def scaled_(
     stages: Sequence[AfterStage],  # at least one stage
     x: Tensor,  # (B, rows, cols), scaled in place
-    kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
+    kept: Mapping[str, Sequence[Tensor]],  # stage's key -> state of each matrix, (num_kept,), fp32; updated in place
 ) -> None:
     """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
     the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""

@@ -191,7 +191,7 @@ class Cut(NamedTuple):
         return _stored([_narrow(first, rows.start, len(rows)), *others])
 
     def _ranges(self, shape: Ints, sizes: Ints, part: int) -> list[_Ranges]:
-        """Compute the index ranges that a part covers in each dim."""
+        """Compute, for each dim of the tensor, the index ranges that a part (tensor-parallel shard) covers."""
         if any(size % self.stride for size in sizes):
             raise ValueError(
                 f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "

@@ -22,7 +22,7 @@ _ViewKind = Literal["auto", "stack", "flatten"]
 
 
 def row_major(sizes: Sequence[int]) -> Ints:
-    """Compute the strides, in elements, of a contiguous tensor of these sizes."""
+    """Compute the strides, in elements, of a contiguous tensor with the given sizes."""
     products = itertools.accumulate(reversed(sizes), lambda before, size: before * size, initial=1)
     return tuple(products)[-2::-1] if sizes else ()
 

@@ -244,6 +244,6 @@ def decode(
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:  # reshapes (..., cols) to (..., blocks, BLOCK), padded with zeros
+def _blocks(x: Tensor) -> Tensor:  # reshapes (.., cols) to (.., blocks, BLOCK); the last block is padded with zeros
     padded = F.pad(x, (0, -x.shape[-1] % BLOCK))
     return padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)

@@ -251,7 +251,7 @@ def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
 
 
-def _square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
+def _square_of(x: Tensor) -> Tensor:  # maps (B, m, n) to (B, k, k), k = min(m, n)
     """Allocate uninitialized memory for square matrices whose sides have the length of the short side of `x`. Each
     matrix has a slot, as in `empty_batch`."""
     side = min(x.shape[-2:])
@@ -345,7 +345,7 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    # True if the elements of a row, or neighboring rows, are not adjacent in memory
+    # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
     if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         x = x.contiguous()
     if x.device.type == "cpu":  # on other devices, the order of this summation depends on the number of matrices

@@ -82,7 +82,7 @@ _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up 
 
 # Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
 # are not published elsewhere). A schedule with a triple for further steps has five steps by default, and allows any
-# other number. A schedule with None in its place has exactly the steps listed.
+# other number. A schedule with None instead has exactly the steps listed.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (

@@ -192,7 +192,7 @@ class Offer:
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
         where = self.ns_device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
-        # results of method "torch" also depend on torch's global precision flags
+        # The stamp has torch's global precision flags only for method "torch", whose results depend on them.
         self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:

@@ -60,7 +60,7 @@ class WeightSet:
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
-        self._names = list[str]()  # name of each matrix
+        self._names = list[str]()  # names of the matrices, for the warning about matrices of zeros
         # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
         # rank sums the tile's squares
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
