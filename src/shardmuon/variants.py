@@ -18,7 +18,7 @@ run in the order in which `variant` names them.
     norm of the matrix, or the norms of its rows or columns. Therefore these two kinds of stages do not depend on
     shards, need no communication, and give the same bits with any sharding.
 
-[Note: what a stage keeps]
+[Note: state of stages]
     A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix from one
     step to the next. These numbers are in the optimizer's state, under the stage's `key`, as a tensor of shape (number
     of stacked matrices or 1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these

@@ -22,8 +22,8 @@ tensor-parallel group, or ranges of flattened elements.
     one weight), and that each shard stores its share of every block, one after the other. Megatron and
     TransformerEngine call the stride `partition_stride`.
 
-[Note: where kept numbers lie]
-    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: what a stage keeps] in
+[Note: placement of stage state]
+    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: state of stages] in
     variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
     row). The state tensor is replicated on every rank that shares the parameter, including ranks that store nothing of
     the parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of
@@ -82,7 +82,8 @@ class OnMesh(NamedTuple):
 
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
         """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
-        parameter that is placed on this mesh: see [Note: where kept numbers lie]. `layout`: layout of the parameter."""
+        parameter that is placed on this mesh: see [Note: placement of stage state]. `layout`: layout of the
+        parameter."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
         # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate it.
         cuts = tuple(p if p is not None and p.dim == 0 and is_stack else None for p in self.placements)

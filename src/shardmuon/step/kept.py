@@ -1,5 +1,5 @@
 """Storage of stage state, the state that the stages of variants store, in saved groups if a framework's checkpoint
-format cannot contain it. See [Note: what a stage keeps] in variants.py.
+format cannot contain it. See [Note: state of stages] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also

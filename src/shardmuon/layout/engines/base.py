@@ -269,10 +269,10 @@ class Engine:
         called only if other parameters of this engine have gradients."""
         return False
 
-    # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/mesh.py
+    # ---------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
-        """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's
+        """Make a zero-filled state tensor for values per matrix ([Note: placement of stage state]), on the parameter's
         device. `shape`: global shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`:
         True if the parameter is a stack."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)

@@ -4,7 +4,7 @@ elements.
 The engine inspects parameters in their current state, regardless of when the optimizer was made. All private names of
 torch's FSDP1 that this package reads are used only in this file, as defined in torch 2.13.
 
-[Note: what FSDP1 keeps]
+[Note: storage of FSDP1]
     A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and stores an equal
     part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of the
     forward and backward passes, each original parameter is a 1-D view of the elements that this rank stores, or empty
