@@ -269,7 +269,7 @@ class Engine:
         called only if other parameters of this engine have gradients."""
         return False
 
-    # ---------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
+    # --------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
         """Make a zero-filled state tensor for values per matrix ([Note: placement of stage state]), on the parameter's
