@@ -348,7 +348,8 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
     if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         x = x.contiguous()
-    if x.device.type == "cpu":  # on other devices, the order of this summation depends on the number of matrices
+    # on other devices, this order of summation depends on the number of matrices, so `foreach_norm` is used
+    if x.device.type == "cpu":
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
         return norms.view(-1, 1, 1)
     return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)

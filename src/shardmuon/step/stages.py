@@ -61,8 +61,8 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # names of the matrices, for the warning about matrices of zeros
-        # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
-        # rank sums the tile's squares
+        # index of the matrix of each tile; index of the matrix of each norm that this rank stores; for each tile, True
+        # if this rank sums the tile's squares
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
