@@ -470,8 +470,8 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
     _check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name for i, g in enumerate(known) for name, p in named_params(g, i)}
-    # a group with all of Muon's options was copied from another optimizer's `param_groups`, so the user did not set
-    # these options by hand
+    # A group with all of Muon's options was copied from another optimizer's `param_groups`. The user did not set these
+    # options by hand, so they are allowed although they have no effect under AdamW.
     own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
     meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
     unset = {*PLACE_OPTIONS}.difference(given)
