@@ -1,6 +1,7 @@
 """Muon optimizer for PyTorch that computes the same update, bit for bit, however the weights are sharded."""
 
-from shardmuon import frameworks as frameworks  # this import registers the supported frameworks
+# importing `frameworks` registers the hosts and engines of the supported frameworks
+from shardmuon import frameworks as frameworks
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning
 from shardmuon.auditing import audit as audit

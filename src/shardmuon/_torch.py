@@ -1,5 +1,5 @@
-"""Wrappers of private and renamed torch APIs. Each remark gives the torch versions to which it applies. Wrappers of the
-private APIs of DTensor and FSDP1 are in layout/engines/."""
+"""Wrappers of private and renamed torch APIs. Remarks on torch's behavior name the torch versions to which they
+apply. Wrappers of the private APIs of DTensor and FSDP1 are in layout/engines/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _T = TypeVar("_T")
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return `isinstance(value, DTensor)` without importing torch.distributed.tensor, which would take 1 s. If that
     module is not imported yet, no DTensor exists."""
-    if type(value) in (Tensor, torch.nn.Parameter):  # by exact type, since DTensor is a subclass of Tensor
+    # `isinstance(value, Tensor)` would also be True for DTensors, because DTensor is a subclass of Tensor
+    if type(value) in (Tensor, torch.nn.Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -62,7 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {  # device type -> matmul backend, values of its flags
+# device type -> torch's matmul settings for this device, and the values that disable reduced precision
+_EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
     "cuda": (
@@ -116,7 +118,8 @@ def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Te
     operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
         return ()
-    if columns[0][0].device.type == "cpu" or _go_together(columns):  # CPUs always process tensors one by one
+    # torch processes tensors on CPUs one by one anyway, so their lists are never split
+    if columns[0][0].device.type == "cpu" or _go_together(columns):
         made: Sequence[Tensor] | None = operation(*map(list, columns), **others)
         return made or ()
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -134,9 +137,9 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Check quickly if torch can process these lists with one kernel. False means that the caller must check the
-    tensors index by index, which takes much longer but is rarely needed. The result is False for lists with dims of
-    size 1, because contiguous tensors of equal shape can have different strides in such dims."""
+    """Check quickly if torch can process several lists of tensors with one kernel. False means that the caller must
+    check the tensors index by index, which takes much longer but is rarely needed. The result is False for lists
+    with dims of size 1, because contiguous tensors of equal shape can have different strides in such dims."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -152,12 +155,13 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-foreach_copy_ = partial(foreach, "copy_")  # arguments: targets, sources; copies can change the dtype
+# copies the tensors of the second list to those of the first, and converts dtypes if necessary
+foreach_copy_ = partial(foreach, "copy_")
 
 
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:  # returns 0-dim tensors
+) -> tuple[Tensor, ...]:  # the norms are 0-dim tensors
     """Compute `torch.linalg.vector_norm` of each tensor, accumulated and returned in `dtype`."""
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
@@ -234,7 +238,8 @@ def is_alive(group: Any) -> bool:
 
 def group_named(name: str) -> Any:
     """Return the process group that torch knows by a name, or None if there is none."""
-    known = dist.distributed_c10d._world.pg_group_ranks if name else ()  # also has the -100 of groups without this rank
+    # one key can be -100, torch's placeholder for groups without this rank
+    known = dist.distributed_c10d._world.pg_group_ranks if name else ()
     return next((group for group in known if getattr(group, "group_name", "") == name), None)
 
 
@@ -278,6 +283,7 @@ def timeout_of(group: Any) -> timedelta | None:
     """
     found = list[timedelta]()
     for device in group._device_types:
-        with suppress(RuntimeError, AttributeError):  # no backend for this device type, or no timeout
+        # the group may have no backend for this device type, and a backend may have no timeout
+        with suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(device).options._timeout)
     return max(found, default=None)

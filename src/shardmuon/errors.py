@@ -38,9 +38,8 @@ class ExchangeError(RuntimeError):
 
     @classmethod
     def of(cls, error: Exception, where: str, damage: str = HALF_DONE) -> ExchangeError:
-        """Build an ExchangeError from an exception. The message consists of `where`, which names the failed operation,
-        the original error, `damage`, a sentence that states which data the failure may have left inconsistent, and the
-        remedy."""
+        """Build an ExchangeError from an exception. The message has four parts: the failed operation (`where`), the
+        original error, a sentence on the data that may be inconsistent now (`damage`), and the remedy."""
         cause = f"{type(error).__name__}: {error}".rstrip(". \n")
         return cls(f"{where}: {cause}. {damage}. {cls.REMEDY}")
 
@@ -58,7 +57,8 @@ class ExchangeError(RuntimeError):
             raise cls.of(error, where(), damage) from error
 
 
-_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # re-raised with their own class, which callers can catch
+# errors of these classes are re-raised with their own class, so that callers can catch them
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def stays_itself(error: BaseException) -> bool:
@@ -104,7 +104,8 @@ def about(name: str) -> Iterator[None]:
     try:
         yield
     except _OUT_OF_MEMORY as wrong:
-        wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")  # prefix that `fault_text` adds
+        # `fault_text` puts the parameter's name in front of the message
+        wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")
         raise
     except Exception as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
@@ -128,12 +129,13 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Format ranks, given in ascending order, for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])  # consecutive ranks have equal keys
+    # rank minus position is the same for all ranks of a consecutive run
+    numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
-_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # `level_of_the_caller` skips stack frames of these packages
+_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # `level_of_the_caller` skips the stack frames of these packages
 
 
 def level_of_the_caller() -> int:

@@ -86,14 +86,14 @@ class Core:
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    changing = False  # True once all ranks have agreed to a step, since an error can then leave it half done
+    changing = False  # True once all ranks have agreed to a step, since an error can then leave weights half updated
     in_step = False  # True during a step, so that `state_dict` raises if a signal handler calls it
 
     def __init__(
         self,
         config: MuonConfig,
         process_group: GroupRef | None,
-        keeper: Keeper | None = None,  # None: make a keeper from `config`
+        keeper: Keeper | None = None,  # None: the optimizer makes a keeper from `config`
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
@@ -170,7 +170,7 @@ class Core:
             audit = StepAudit(self, binding, proposal, self.audits, self.audits.due)
             self.audits.num_audits += self.audits.due > 0
         self.audits.num_steps += 1
-        missing = frozenset[int]()  # indices of parameters without a gradient
+        missing = frozenset[int]()  # indices of the parameters without a gradient in this step
         if GradientState.NONE in proposal.states:
             missing = frozenset(n for n, state in enumerate(proposal.states) if state == GradientState.NONE)
         on_weights = binding.on_weights - missing
@@ -215,10 +215,11 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # the groups that come later in this step are not updated
+        if isinstance(error, AuditError):  # groups that come later in this step are not updated after an audit error
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
-        if self.broken is not None:  # an earlier error is recorded, and the connections are closed
+        # an earlier error is already recorded, and the connections to other ranks are closed
+        if self.broken is not None:
             return
         component = self.last_voters() or ()
         alone = default_group() is None or len(component) == 1
@@ -227,10 +228,10 @@ class Core:
             self.broken = (
                 f"{text}. {ExchangeError.HALF_DONE}. {ExchangeError.RELOAD if alone else ExchangeError.REMEDY}"
             )
-            if isinstance(error, ExchangeError):  # the message of such an error already has the remedy
+            if isinstance(error, ExchangeError):  # an ExchangeError's message already states the remedy
                 self.broken = str(error)
         if self.changing and len(component) > 1:
-            Lane.close_over(component)  # ranks that wait for this rank then fail at once
+            Lane.close_over(component)  # ranks that are waiting for this rank then fail at once
 
     def last_voters(self) -> Ranks | None:
         """Return the ranks that took part in the last vote; None if there was no vote under the current default process
@@ -258,7 +259,8 @@ class Core:
         fault = Fault()
         with Refused.made_public():
             binding = StepCall(self, fault).renewed(fault)
-            if fault.text is not None:  # the error occurred after the ranks had exchanged errors
+            # this error occurred after the ranks had exchanged errors, so only this rank raises it
+            if fault.text is not None:
                 raise Refused(fault.text, fault.cause)
         return binding.plan
 
@@ -280,8 +282,8 @@ _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
 class StepCall(TableCall[Binding]):
-    """One rank's part in the agreement of all ranks on a step, or on a plan without a step. Implements the interface
-    `Call` of comm/vote.py.
+    """This rank's part in the vote of all ranks on a step, or on a plan without a step. Implements the interface `Call`
+    of comm/vote.py.
 
     Attributes:
         options: Settings of each group; None for groups that AdamW updates.
@@ -298,7 +300,8 @@ class StepCall(TableCall[Binding]):
         self.options: list[Settings | None] = []
         if core.process_group is not None:
             with fault:  # this rank must take part in planning even if it has no parameters
-                self.beyond = tuple(sorted(group_ranks(core.process_group)))  # raises an error for a destroyed group
+                # `group_ranks` raises an error if the process group has been destroyed
+                self.beyond = tuple(sorted(group_ranks(core.process_group)))
 
     def before(self) -> Ranks | None:
         return self._core.last_voters()
@@ -311,7 +314,9 @@ class StepCall(TableCall[Binding]):
         self.options = self._core.options.read(groups)
         if len(self.options) != len(kept.planned):
             return False
-        found = []  # parameters by the same condition as in `Offer`; frameworks can replace parameters at any time
+        # the parameters are listed again, by the same condition as in `Offer`, because frameworks can replace
+        # parameters
+        found = []
         for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
             if planned != ("" if settings is None else settings.planned):
                 return False
@@ -387,7 +392,8 @@ def _trained(groups: Sequence[Group]) -> bool:
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
-    if any(p.numel() > 0 for p in params):  # all parameters of a shard can be empty on this rank, as under FSDP1
+    # without this test, an FSDP1 rank that stores no elements of any parameter would warn
+    if any(p.numel() > 0 for p in params):
         warnings.warn(
             "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before it. "
             "If you did, the model's parameters are other tensors by now: make the optimizer after fully_shard(), "
@@ -554,8 +560,8 @@ class Muon(Core, Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    # A compiled step would be recompiled for every matrix shape. `torch.compiler.disable` would import the compiler at
-    # once, which takes seconds.
+    # `torch._disable_dynamo` keeps torch.compile away from the step, because a compiled step would be recompiled for
+    # every matrix shape. The public `torch.compiler.disable` would import the compiler at once, which takes seconds.
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -587,7 +593,7 @@ class Muon(Core, Optimizer):
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # the host's framework is not imported
+                    continue  # this host's framework is not imported, so the host cannot be active
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -701,11 +707,11 @@ class Muon(Core, Optimizer):
             ValueError: The state dict does not match this optimizer, which is unchanged.
         """
         host = self.hosts.active
-        if host is not None:  # such state dicts have the host's flat parameters
+        if host is not None:  # while a host is active, state dicts contain the host's flat parameters
             with Refused.made_public():
                 host.load(self, state_dict)
             return
-        state_dict = copy.copy(state_dict)  # hooks can change their argument
+        state_dict = copy.copy(state_dict)  # load hooks can modify the dict, so they get a copy
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -714,18 +720,19 @@ class Muon(Core, Optimizer):
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Replace this optimizer's state and groups by those that were read from a state dict and checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-        self.settled.clear()  # the next step must check the loaded norms
+        self.settled.clear()  # the next step must check the loaded weight norms
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
         the value in this optimizer's group is kept."""
-        mine = self.__dict__.get("param_groups", [])  # no groups exist yet while unpickling
+        mine = self.__dict__.get("param_groups", [])  # an optimizer that is being unpickled has no groups yet
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        self.broken = state.get("broken")  # a state dict has no such key, so loading sets None; copies keep it
+        # state dicts have no key "broken", so loading one resets the attribute to None; copies and pickles have the key
+        self.broken = state.get("broken")
         if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()
 

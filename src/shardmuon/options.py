@@ -32,7 +32,7 @@ from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-_FaultOf = Callable[[Any], str]  # value of an option -> end of an error message, or "" if valid
+_FaultOf = Callable[[Any], str]  # maps an option's value to the end of an error message, or to "" if the value is valid
 
 
 def _one_of(*allowed: object) -> _FaultOf:
@@ -50,7 +50,8 @@ def _number(most: float = math.inf) -> _FaultOf:
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
-        if isinstance(value, str):  # `float` below would accept "0.1", but schedulers would fail
+        # `float` would accept the text "0.1", with which learning-rate schedulers would fail later
+        if isinstance(value, str):
             return "is text, not a number. Write it without quotes"
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"must have one element, found shape {tuple(value.shape)}"
@@ -136,7 +137,8 @@ class MuonConfig:
 
     def __post_init__(self) -> None:
         _check_values("", asdict(self))
-        products_dtype(self.method, self.ns_dtype, torch.device("cpu"))  # checks that they go together
+        # raises ValueError if `method` does not allow `ns_dtype`
+        products_dtype(self.method, self.ns_dtype, torch.device("cpu"))
 
     def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
@@ -181,8 +183,8 @@ VIEW_DEFAULTS: dict[str, Any] = {
 # Options whose values are process groups, used for plain tensors. Checkpoints do not contain these options, because a
 # checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
-# Must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change betas[0] instead of
-# momentum.
+# These defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
+# betas[0] instead of momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 _MUON_OPTIONS = (
     "momentum",
@@ -268,7 +270,7 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
     return lr
 
 
-SETS = (set, frozenset, WeakSet)  # their iteration order can differ between processes
+SETS = (set, frozenset, WeakSet)  # the iteration order of sets can differ between processes
 
 
 def refuse_sets(where: str, given: object, write: str) -> None:
@@ -288,8 +290,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
-    # raises KeyError for a missing option before anything changes; otherwise the error would occur in the AdamW step,
-    # after matrices have changed
+    # A missing lr or weight_decay raises KeyError in this line, before anything changes. Otherwise, the error would
+    # occur in the AdamW step, after matrices have changed.
     _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
@@ -446,7 +448,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
     params = param_group.get("params")
     refuse_sets("parameters", params, "a list")
-    group = {**defaults, **ADAMW_DEFAULTS, **param_group}  # options of both Muon and AdamW, since `use_muon` can change
+    # every group gets the options of both Muon and AdamW, since `use_muon` can change later
+    group = {**defaults, **ADAMW_DEFAULTS, **param_group}
     group["params"] = [params] if isinstance(params, Tensor) else list(params or ())
     group |= {key: GroupRef.of(group[key], key) for key in PLACE_OPTIONS}
     _check_group(known, group, [key for key in param_group if key != "params"], defaults)
@@ -467,8 +470,8 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
     _check_keys(f"group {index}: ", given)
     check_hyperparameters(f"group {index}: ", group)
     listed = {id(p): name for i, g in enumerate(known) for name, p in named_params(g, i)}
-    # a group with all of Muon's options was copied from another optimizer's `param_groups`, so the user did not set
-    # these options by hand
+    # A group with all of Muon's options was copied from another optimizer's `param_groups`. The user did not set these
+    # options by hand, so they are allowed although they have no effect under AdamW.
     own = () if ONLY_MUON.issubset(given) else ONLY_MUON.intersection(given)
     meaningless = {key: group[key] for key in given if key in own and group[key] != defaults[key]}
     unset = {*PLACE_OPTIONS}.difference(given)

@@ -35,7 +35,7 @@ def did_you_mean(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str:
 
 
 def table(
-    rows: Iterable[Sequence[str]],  # rows of equal length, the header first
+    rows: Iterable[Sequence[str]],  # the first row is the header; all rows have the same length
 ) -> str:
     """Format a table with aligned columns and a line of dashes under the header."""
     header, *body = rows

@@ -18,7 +18,7 @@ run in the order in which `variant` names them.
     norm of the matrix, or the norms of its rows or columns. Therefore these two kinds of stages do not depend on
     shards, need no communication, and give the same bits with any sharding.
 
-[Note: what a stage keeps]
+[Note: state of stages]
     A stage that runs after the orthogonalization or on weights can store `num_kept` fp32 numbers per matrix from one
     step to the next. These numbers are in the optimizer's state, under the stage's `key`, as a tensor of shape (number
     of stacked matrices or 1, num_kept), see layout/mesh.py. Every rank that shares the parameter stores all of these
@@ -113,14 +113,14 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) -> tensors (B, 1)
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # maps nonnegative (B, P) to (B, 1)
         """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
         return found
 
     def scale_(self, factor: Tensor) -> None:  # `factor` has shape (B, 1) or (B, P)
-        """Update these norms for matrices that are multiplied by `factor`, which has one number per matrix or per
+        """Update the norms after a multiplication of the matrices by `factor`, which has one number per matrix or per
         line."""
         if self.means is not None:
             self.means = factor.square() * self.means
@@ -144,7 +144,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _line_norms(
     x: Tensor,  # (B, m, n), not written to
-    dim: int,  # -1: norms of rows; -2: norms of columns
+    dim: int,  # -1 for the norms of rows, -2 for the norms of columns
     out: Tensor | None = None,
 ) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
     """Compute the Euclidean norms of rows or columns, accumulated in at least fp32.
@@ -218,7 +218,7 @@ class AfterStage(Stage):
 
     def factor(
         self,
-        norms: Norms,  # norms of the B matrices after earlier stages
+        norms: Norms,  # norms of the B matrices, with all earlier stages applied
         kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
     ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
@@ -236,9 +236,9 @@ class AfterStage(Stage):
 
 
 def scaled_(
-    stages: Sequence[AfterStage],  # at least one
+    stages: Sequence[AfterStage],  # at least one stage
     x: Tensor,  # (B, rows, cols), scaled in place
-    kept: Mapping[str, Sequence[Tensor]],  # key -> state of each matrix, (num_kept,), fp32; updated in place
+    kept: Mapping[str, Sequence[Tensor]],  # stage's key -> state of each matrix, (num_kept,), fp32; updated in place
 ) -> None:
     """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
     the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
@@ -257,7 +257,7 @@ def scaled_(
     x.mul_(total.narrow(1, 0, min(total.shape[1], norms.num_lines)).unsqueeze(-1 if x.shape[1] >= x.shape[2] else -2))
 
 
-def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # all three have shape (B, 1)
+def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the result have shape (B, 1)
     """Divide numbers by norms. Quotients that are NaN or infinite, as for matrices of zeros or matrices with NaN or
     Inf, are replaced by 1."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
@@ -303,10 +303,10 @@ class MuonEq(BeforeStage):
     """
 
     def run_(self, x: Tensor) -> None:
-        if x.device.type == "cpu":  # fast path: saves 3% of a step at d=384 with fp32 products
+        if x.device.type == "cpu":  # this fast path saves 3% of a step at d=384 with fp32 products
             norms = _line_norms(x, -1)  # norms of the m rows, (1, m)
             low, high = torch.aminmax(norms)
-            if float(low) > _LOW and float(high) < _HIGH:  # False if any norm is 0 or NaN
+            if float(low) > _LOW and float(high) < _HIGH:  # the condition is False if any norm is 0 or NaN
                 x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
                 return
         _unit_anyway_(x)
@@ -389,7 +389,7 @@ class NorMuon(AfterStage):
         means = norms.means
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
-        floored = kept.to(means.dtype).clamp(min=1e-10)  # the bound that nanochat uses
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # the lower bound 1e-10 is nanochat's
         # ||O||^2 and ||O'||^2 are the sums over lines of the mean squares, both times the same constant
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
@@ -445,10 +445,10 @@ VARIANTS: dict[str, Stages] = {
     "muon_eq": (MuonEq(),),
     "normuon": (NorMuon(),),
     "hyperball": (HyperballUpdate(), HyperballWeight()),
-    "cautious": (),  # `apply_` of step/update.py implements its weight decay
+    "cautious": (),  # `apply_` in step/update.py implements the cautious weight decay
 }
 
-# keys of the state of all stages
+# Keys under which stages store their state, without duplicates.
 KEPT_KEYS = tuple({stage.key: None for row in VARIANTS.values() for stage in row if stage.key})
 _ALL = ", ".join(map(repr, VARIANTS))
 

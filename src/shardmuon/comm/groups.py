@@ -56,11 +56,12 @@ class _Made:
     lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # keys are default process groups
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # each key is a default process group
 
 
 def made_under(world: Any) -> _Made:
-    """Return the process groups and lanes that were created under a default process group, and its token."""
+    """Return the process groups and lanes that were created under a default process group, with the token of this
+    default group."""
     return _MADE.setdefault(world, _Made())
 
 
@@ -161,8 +162,8 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # the object of a destroyed group can still exist
-        return kept  # ignore the hint, because ranks that rebuild a plan can have different hints
+    if kept is not None and is_alive(kept):  # `kept` may be the object of a destroyed group
+        return kept  # `hint` is ignored from now on, because ranks that rebuild a plan can have different hints
     for group in (default_group(), hint):
         if group is not None and group_ranks(group) == ranks:
             break
@@ -183,7 +184,8 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)  # e.g. "cuda" -> "nccl"
+    # maps a device type to its backend, for example "cuda" to "nccl"
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
     found = torch.accelerator.current_accelerator()
@@ -232,7 +234,7 @@ class Traffic:
         return Pending(work, came, send)
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return the increase of each counter since the copy `earlier` was made."""
+        """Return how much each counter has increased since `earlier`, a copy of these counters, was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
@@ -246,12 +248,12 @@ class Pending(NamedTuple):
     """
 
     work: Any
-    came: Tensor  # 1-D
-    sent: Tensor  # 1-D
+    came: Tensor
+    sent: Tensor
 
-    def wait(self) -> Tensor:  # 1-D
-        """Wait for the all-to-all and return the receive buffer. On an accelerator, the current stream waits instead of
-        the CPU."""
+    def wait(self) -> Tensor:
+        """Wait for the all-to-all and return the 1-D receive buffer. On an accelerator, the current stream waits
+        instead of the CPU."""
         self.work.wait()
         return self.came
 
@@ -261,8 +263,8 @@ class Pending(NamedTuple):
 
 def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
     """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling]). A hop
-    consists of its kind and the index of the other rank. The kind "hear" receives a message to merge, "take" the final
-    result."""
+    consists of its kind and the index of the other rank. A hop of kind "send" sends a message, "swap" sends one and
+    merges the received one, "hear" only receives and merges, and "take" receives the final result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -293,7 +295,8 @@ class Lane:
             raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
         self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
         self._hops = _hops_of(self.me, len(ranks))
-        self._limit = timeout_of(world) or timedelta(minutes=30)  # some backends do not expose a timeout
+        # 30 minutes are the default, since some backends do not expose a timeout
+        self._limit = timeout_of(world) or timedelta(minutes=30)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_default_device(lazy_init=True)]
@@ -350,7 +353,7 @@ class Lane:
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":
-                heard = pickle.loads(found.numpy().data)  # pickle ignores bytes after the message
+                heard = pickle.loads(found.numpy().data)  # `pickle.loads` ignores the bytes after the message
                 message = heard if kind == "take" else merged(message, heard)
         return message
 
@@ -404,5 +407,5 @@ def _name_of(ranks: Ranks, number: int) -> str:
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
-def _bytes_of(data: bytes) -> Tensor:  # uint8
+def _bytes_of(data: bytes) -> Tensor:  # returns a 1-D uint8 tensor
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

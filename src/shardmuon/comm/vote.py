@@ -90,7 +90,8 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Refused):  # several ranks raise it, so its message gets no prefix that names this rank
+        # several ranks raise the same `Refused`, so its message gets no prefix that names this rank
+        if isinstance(error, Refused):
             self.add(str(error), error.cause, own=False)
         elif error is not None:
             self.add(fault_text(error), error)
@@ -530,7 +531,7 @@ def refuse_unlike(
     component, unlike, mine = tuple(everyone), None, None
     with fault:
         for ranks in in_order(ranks for theirs in everyone.values() for ranks in theirs):
-            # the digests differ, or only some ranks of the set have a digest
+            # Ranks of a set disagree if their digests differ, or if only some of them have a digest.
             if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
                 unlike = ranks
                 break

@@ -1,2 +1,2 @@
 """Layouts, which describe the part of each matrix that each rank stores. Optimizer steps, gradient clipping and
-checkpoints read them from a table."""
+checkpoints read the layouts of all parameters from a table."""

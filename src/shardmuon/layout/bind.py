@@ -97,7 +97,7 @@ class Table:
 
 
 def union(groups: Collection[Ranks]) -> Ranks:
-    """Return all ranks that belong to any of these groups, in ascending order."""
+    """Return all ranks that belong to any of several groups, in ascending order."""
     return tuple(sorted({rank for group in groups for rank in group}))
 
 
@@ -179,10 +179,10 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of these parameters, and the sets of ranks in each of the ties. Other ranks of the sets wait for
-    this rank's message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is
-    left out. If `fault` contains an error afterwards, the search is repeated once, because an interruption can end a
-    search early."""
+    """Find the ties of these parameters, which are the ranks that share each parameter, and the sets of ranks in each
+    of the ties. Other ranks of the sets wait for this rank's message, so an error does not stop the search: the
+    error is recorded in `fault`, and its parameter is left out. If `fault` contains an error afterwards, the search
+    is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -261,18 +261,19 @@ def bind(
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Format the properties of a parameter that must be equal on all ranks that share it. `compared`: True if the
+    """Format the properties of a parameter that must be equal on all ranks that share it. `compared` is True if the
     values of replicas are to be compared."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of any size
+    sizes = f"{shape}".replace("-1", "any")  # -1 is the size of a dim that is cut into parts of any size
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
 
 def _unlike_lists(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    """Make the error message about the first parameter that a rank of the set describes differently from the set's
-    first rank. The message leaves out what the two descriptions have in common."""
+    """Make the error message for ranks that describe a shared parameter differently. The message is about the first
+    parameter for which a rank's description differs from that of the first rank, and leaves out what the
+    two descriptions have in common."""
     first = everyone[0]
     rank, theirs = next((rank, lines) for rank, lines in zip(ranks, everyone, strict=True) if lines != first)
     if len(first) != len(theirs):
@@ -324,7 +325,7 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # contains one table, or nothing if this rank has an error
+    table: Sequence[Table],  # a list with one table, or an empty list if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,

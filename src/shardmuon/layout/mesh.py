@@ -22,8 +22,8 @@ tensor-parallel group, or ranges of flattened elements.
     one weight), and that each shard stores its share of every block, one after the other. Megatron and
     TransformerEngine call the stride `partition_stride`.
 
-[Note: where kept numbers lie]
-    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: what a stage keeps] in
+[Note: placement of stage state]
+    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: state of stages] in
     variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
     row). The state tensor is replicated on every rank that shares the parameter, including ranks that store nothing of
     the parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of
@@ -40,7 +40,7 @@ from typing import NamedTuple
 from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
-_Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
+_Ranges = tuple[tuple[int, int], ...]  # intervals [start, stop) of one tensor dim, in storage order
 _OfRank = tuple[tuple[Held, ...], Ints]  # one rank's pieces, and the shape of the storage that contains them
 
 
@@ -72,7 +72,8 @@ class OnMesh(NamedTuple):
         return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
 
     def read_at(self, shape: Ints, place: Ints) -> _OfRank:
-        """Compute the pieces and the storage shape of the rank at mesh coordinate `place`, as in `reading`."""
+        """Compute the pieces that the rank at mesh coordinate `place` stores, and the shape of the storage that
+        contains these pieces."""
         ranges = []
         for dim, size in enumerate(shape):
             listed = [(axis, p.factor) for axis, p in enumerate(self.placements) if p and p.dim == dim]
@@ -81,7 +82,8 @@ class OnMesh(NamedTuple):
 
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
         """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
-        parameter that is placed on this mesh: see [Note: where kept numbers lie]. `layout`: layout of the parameter."""
+        parameter that is placed on this mesh: see [Note: placement of stage state]. `layout`: layout of the
+        parameter."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
         # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate it.
         cuts = tuple(p if p is not None and p.dim == 0 and is_stack else None for p in self.placements)
@@ -90,9 +92,10 @@ class OnMesh(NamedTuple):
 
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
-    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim. In
-    `listed`, a factor above 1 counts the shards made by all earlier cuts of axes that come later in the list. In the
-    result, a factor counts only shards made by axes that are missing from the list."""
+    """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim ([Note:
+    order of cuts]). `listed` has the pairs in the order of the mesh axes. There, a split factor is the number of shards
+    that earlier cuts, by axes later in the list, had made. In the result, a factor counts only the shards made by axes
+    that are not in the list."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -189,7 +192,7 @@ class Cut(NamedTuple):
         return _stored([_narrow(first, rows.start, len(rows)), *others])
 
     def _ranges(self, shape: Ints, sizes: Ints, part: int) -> list[_Ranges]:
-        """Compute the index ranges that a part covers in each dim."""
+        """Compute, for each dim of the tensor, the index ranges that a part (tensor-parallel shard) covers."""
         if any(size % self.stride for size in sizes):
             raise ValueError(
                 f"partition_stride={self.stride} says that each shard holds {self.stride} parts of one size, but the "

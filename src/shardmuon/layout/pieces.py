@@ -23,11 +23,11 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
-_Span = tuple[Ints, Ints]  # start and sizes of a box
+_Span = tuple[Ints, Ints]  # first index and sizes of a box
 
 
 class Box(NamedTuple):
-    """A rectangle of the tensor: `offset[d] <= index[d] < offset[d] + size[d]` for every dim."""
+    """A box of a tensor's elements: `offset[d] <= index[d] < offset[d] + size[d]` for every dim d."""
 
     offset: Ints
     size: Ints
@@ -357,9 +357,9 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """Choose the rank that sends a piece to `owner`, the rank that orthogonalizes the matrix, and to which `owner`
-        sends the result for this piece: the owner itself if it stores the piece, otherwise the rank in the owner's
-        replica that stores the piece."""
+        """Choose the rank with which `owner`, the rank that orthogonalizes the matrix, exchanges a piece. The chosen
+        rank sends the piece to the owner and receives the result. If the owner stores the piece, the owner itself is
+        chosen, otherwise the rank in the owner's replica that stores the piece."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 

@@ -22,7 +22,7 @@ _ViewKind = Literal["auto", "stack", "flatten"]
 
 
 def row_major(sizes: Sequence[int]) -> Ints:
-    """Compute the strides, in elements, of a contiguous tensor of these sizes."""
+    """Compute the strides, in elements, of a contiguous tensor with the given sizes."""
     products = itertools.accumulate(reversed(sizes), lambda before, size: before * size, initial=1)
     return tuple(products)[-2::-1] if sizes else ()
 
@@ -130,11 +130,11 @@ def matrix_view(
             "tuple of the rows of each"
         )
     dims = tuple(int(size) for size in shape)
-    split_dim = 1 if transposed and split_sizes is not None else 0  # 0: rows are split, 1: columns are split
+    split_dim = 1 if transposed and split_sizes is not None else 0  # 0 if rows are split, 1 if columns are split
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # consecutive repeats of a single block form one block
+    if len(blocks) == 1:  # the repeats of a single block are adjacent, so they form one block
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
     matrices = []
@@ -177,10 +177,11 @@ def _block(
 ) -> _Matrix:
     """Make the matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
     expert, first, size = block
-    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of stored rows and columns
+    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of rows and columns as stored
     sides[split_dim] = size * groups
-    steps = (1, sides[0]) if transposed else (sides[1], 1)  # stride in the matrix of each stored row and column
-    ranges = [(0, dims[of_rows], steps[0])]  # (first index, size, stride in the matrix) of each fine dim
+    # strides of the stored rows and columns in the row-major matrix
+    steps = (1, sides[0]) if transposed else (sides[1], 1)
+    ranges = [(0, dims[of_rows], steps[0])]  # first index, size, and stride in the matrix of each fine dim
     inner = row_major(dims[of_rows + 1 :])
     ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
     ranges[split_dim] = (first, size, steps[split_dim])
@@ -194,7 +195,7 @@ def _block(
 
 
 def _blocks_of(
-    size_of: tuple[int, int],  # numbers of stored rows and columns
+    size_of: tuple[int, int],  # numbers of rows and columns as stored
     split_dim: int,
     given: Sequence[int] | int | None,
     split_groups: int,

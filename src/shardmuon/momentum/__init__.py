@@ -1,1 +1,1 @@
-"""Storage of momentum: dtype, device, 8-bit codes and stochastic rounding. This package does not use plans."""
+"""Storage of momentum: dtype, device, 8-bit codes and stochastic rounding."""

@@ -52,7 +52,8 @@ class Keeper:
         self.as_computed = not self.rounds and device is None
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
-        """Return the dtype and device in which the momentum, and its scales if there are any, are stored, by state key.
+        """Map the state key of the momentum, and of the scales of 8-bit codes if there are any, to the dtype and device
+        of the stored tensor.
 
         Args:
             like: Any tensor on the parameter's device.
@@ -99,7 +100,7 @@ class Keeper:
         count = self.count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
-            # torch's own optimizers store step counts in the same dtype
+            # The step count is fp32, like the step counts of torch's own optimizers.
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")
             cols = view.longest_row
             if self.dtype in (torch.bfloat16, "int8"):
@@ -253,7 +254,8 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     a block have a common scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
-    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()  # ranks, descriptions of their shards
+    # pairs of a rank and a description of its shard
+    inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:
             if isinstance(box, FlatRange):

@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # rounds to nearest if it is used in place of random bits
+_NEAREST = 0x8000  # rounds to nearest if used in place of random bits
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class Stream:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
-    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # int32 in [0, 2**16), with shape patch.sizes
+    # returns int32 numbers in [0, 2**16), with shape patch.sizes
+    def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column changes
+        along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column index changes
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
         begin = (patch.matrix << 44) + patch.row * per_row
@@ -86,7 +87,7 @@ class Stream:
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter, self.key).view(torch.int16)
         skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # the columns are contiguous
+        if width == math.prod(size for size, _ in steps):  # in this case, the columns of the patch are contiguous
             lanes = lanes[:, skipped : skipped + width]
         else:
             lanes = lanes[:, _line(skipped, steps, device)]
@@ -94,7 +95,7 @@ class Stream:
         found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
         return found.permute([order.index(d) for d in range(len(order))])
 
-    def round(self, patch: Patch, x: Tensor) -> Tensor:  # values in bf16
+    def round(self, patch: Patch, x: Tensor) -> Tensor:  # returns bf16 values
         """Round the elements of a patch (rows and columns of a matrix) stochastically. `x` contains the elements in
         fp32, in the patch's order but in any shape; the result has the shape of `x`."""
         values = x.reshape(patch.sizes)
@@ -118,7 +119,7 @@ class Rounding(NamedTuple):
     weights: Stream | None = None
 
 
-def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D tensor of int64
+def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # returns a 1-D int64 tensor
     """Compute `first` plus the sum of index * step over all dims, for all indices in row-major order. `dims` lists
     (size, step) of each dim.
     """
@@ -143,7 +144,7 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
 def _round_by(
     x: Tensor,  # values in fp32
     bits: Tensor,  # random bits (int32 in [0, 2**16)) or _NEAREST, with the shape of x
-) -> Tensor:  # values in bf16
+) -> Tensor:  # returns bf16 values
     """Round each element of x to one of its two neighbors in bf16. With random bits, the expected value is x; _NEAREST
     rounds to nearest. Elements that bf16 represents exactly do not change, nor do NaN and Inf."""
     # A bf16 number is the upper half of an fp32 number, so a carry out of the lower half gives the next bf16 number,
@@ -158,7 +159,7 @@ def _slab(device: torch.device) -> int:
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
-BLOCK = 128  # number of columns with a common scale
+BLOCK = 128  # columns per block; all elements of a block have a common scale
 _LEVELS = 127
 
 
@@ -190,7 +191,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            # The distance is in units of the spacing of fp32. The spacing of bf16 is 2**16 of these units.
+            # The distance by which an element has moved, in multiples of the spacing of fp32 numbers. The spacing of
+            # bf16 numbers is 2**16 such multiples.
             moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):
@@ -238,10 +240,10 @@ def decode(
     """Convert 8-bit codes and their scales to fp32 values."""
     flat = codes.flatten(scale.dim() - 1)
     k = _blocks(flat.float())
-    scale = scale.float()  # scales from a checkpoint can have a dtype other than fp32
+    scale = scale.float()  # scales that come from a checkpoint can have a dtype other than fp32
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : flat.shape[-1]].view(codes.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:  # reshapes (..., cols) to (..., blocks, BLOCK), padded with zeros
+def _blocks(x: Tensor) -> Tensor:  # reshapes (.., cols) to (.., blocks, BLOCK); the last block is padded with zeros
     padded = F.pad(x, (0, -x.shape[-1] % BLOCK))
     return padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)

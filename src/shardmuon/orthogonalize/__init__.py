@@ -98,7 +98,7 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 # ----------------------------------------------------------------------------------------------------------- batches
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # each matrix starts at a multiple of this number of bytes
 
 # Target for the number of multiplications in one Newton-Schulz step of a whole batch on a CPU. In measurements in fp32
 # on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time of 64 single
@@ -141,7 +141,8 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a matrix or a batch of matrices to new memory, and convert it to `dtype`. Each matrix in the copy starts at
     a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    foreach_copy_([out], [x])  # unlike `copy_`, this also works on the tensors without data that `foresight` uses
+    # unlike `Tensor.copy_`, this function accepts the tensors without data that `foresight` uses
+    foreach_copy_([out], [x])
     return out
 
 
@@ -153,7 +154,7 @@ _MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; 8 blocks would still com
 # Number of FLOPs that one thread executes in the time 2c, where c is the overhead of one row block: see [Note: number
 # of blocks].
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # the same number for bf16 on CPUs with AMX
+_OVERHEAD_AMX = 120e6  # FLOPs in the time 2c for bf16 on CPUs with AMX
 
 
 class Products:
@@ -180,7 +181,7 @@ class Products:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # a symmetric result has the size short x short
+        short, long = sorted(shape[-2:])  # the result of a symmetric product has the size short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
@@ -208,7 +209,8 @@ class Products:
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return _mm_to_fp32(*_sides(x))
-        wide = Products(x.shape, x.device, self.operands)  # these products are not rounded to half precision
+        # `wide` does not round its results to half precision
+        wide = Products(x.shape, x.device, self.operands)
         found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
         return found
 
@@ -224,7 +226,8 @@ class Products:
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        wide = Products(middle.shape, middle.device, self.operands)  # these products are not rounded to half precision
+        # `wide` does not round its results to half precision
+        wide = Products(middle.shape, middle.device, self.operands)
         half_way = wide.mm(factor, middle, out=_square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
 
@@ -248,7 +251,7 @@ def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
 
 
-def _square_of(x: Tensor) -> Tensor:  # (B, m, n) -> (B, k, k), k = min(m, n)
+def _square_of(x: Tensor) -> Tensor:  # maps (B, m, n) to (B, k, k), k = min(m, n)
     """Allocate uninitialized memory for square matrices whose sides have the length of the short side of `x`. Each
     matrix has a slot, as in `empty_batch`."""
     side = min(x.shape[-2:])
@@ -280,10 +283,10 @@ def _by_blocks(
     beta: float = 1.0,
     alpha: float = 1.0,
     out: Tensor,  # (m, m), overwritten
-) -> Tensor:  # `out`
+) -> Tensor:  # returns `out`
     """Compute a symmetric product, as `Products.symmetric_addmm` does. On CPUs, the lower half of a large product is
-    computed by row blocks, and the upper half is copied from it. If this is done, or if the batch has a single matrix,
-    the matrices of a batch are multiplied one after the other."""
+    computed by row blocks, and the upper half is copied from it. In this case, the matrices of a batch are
+    multiplied one after the other. A batch with a single matrix is multiplied as a 2-D matrix."""
     rows = left.shape[-2]
     count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
     if left.dim() == 3 and (count > 1 or len(left) == 1):
@@ -311,14 +314,16 @@ def _by_blocks(
 # 2^-126, so even 2^36 such squares add up to less than 2^-90. This is 2^-30 of the smallest squared norm, 2^-60, and
 # below the resolution of fp32. The largest squared norm, 2^80, is far from overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
-_LEAST = 2.0**-1000  # below the norm of any nonzero fp32 matrix
-_CHUNK = 1 << 14  # elements; torch sums fewer than 2^15 on one thread, so bits do not depend on the number of threads
+_LEAST = 2.0**-1000  # smaller than the norm of any nonzero fp32 matrix
+# Chunk size in elements. torch sums fewer than 2^15 elements on one thread, so the bits of a chunk's norm do not depend
+# on the number of threads.
+_CHUNK = 1 << 14
 
 
 def _normalize(
     x: Tensor,  # (B, m, n), any float dtype and strides; not changed unless it is `out`
     out: Tensor,  # (B, m, n), from `empty_batch`; overwritten
-) -> Tensor:  # `out`
+) -> Tensor:  # returns `out`
     """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent: see [Note: the
     norm at any scale]. Zero matrices stay zero. A NaN or Inf makes its whole matrix NaN."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -328,7 +333,7 @@ def _normalize(
     if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
-        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # infinite norms become NaN
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # make infinite norms NaN
     # With a 0-dim divisor, torch keeps a bf16 matrix in bf16 instead of making an fp32 copy: it divides in fp32 and
     # rounds each quotient once.
     if len(x) == 1:
@@ -336,19 +341,21 @@ def _normalize(
     return torch.div(x.to(wide), norm, out=out)
 
 
-def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
+def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
     """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # True if elements or rows are not adjacent in memory
+    # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
+    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         x = x.contiguous()
-    if x.device.type == "cpu":  # on other devices, this call's order of summation depends on the number of matrices
+    # on other devices, this order of summation depends on the number of matrices, so `foreach_norm` is used
+    if x.device.type == "cpu":
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
         return norms.view(-1, 1, 1)
     return torch.stack(foreach_norm(x.unbind(0), 2, wide)).view(-1, 1, 1)
 
 
-def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
+def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-dim tensor
     whole = flat.numel() // _CHUNK * _CHUNK
     parts = torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1, dtype=wide)
     if whole < flat.numel():
@@ -360,21 +367,21 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two factors, since a single factor can overflow or underflow
+    half = exponent // 2  # multiply by two factors, since a single power of two can overflow or underflow
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
-def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # `out`
+def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
     number, two passes over the matrix suffice, and the host does not wait for the device."""
-    # `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is four times as large, and the
-    # memory traffic is nine times that of `foreach_norm`.
+    # `foreach_norm` is used because `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is
+    # four times as large, and the memory traffic is nine times that of `foreach_norm`.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
     # If a norm is 0, its reciprocal becomes a finite number, so that a zero matrix stays zero. If a norm is infinite or
     # NaN, its reciprocal becomes NaN.
     norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST)
-    return torch.mul(x, norm.reciprocal_(), out=out)  # the product is computed in fp64 and rounded once
+    return torch.mul(x, norm.reciprocal_(), out=out)  # this multiplication computes in fp64 and rounds once
 
 
 # -------------------------------------------------------------------------------------------------------- iterations
@@ -386,10 +393,11 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # `out`
 
 
 def _newton_schulz(
-    y: Tensor,  # (B, m, n) or (m, n), in slots as in `empty_batch`; norm 1, dtype `products.operands`
+    # (B, m, n) or (m, n), in slots as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    y: Tensor,
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # the same shape and dtype as `y`
+) -> Tensor:  # same shape and dtype as `y`
     """Run the step X <- a X + (b A + c A A) X with A = X X^T for each triple (a, b, c). If X is tall, the step is X <-
     a X + X (b A + c A A) with A = X^T X.
 
@@ -409,7 +417,7 @@ def _newton_schulz(
     for step, (a, b, c) in enumerate(coefficients):
         out, gram = made[step % 2]
         left, right = _sides(y)
-        if c == 0.0:  # a cubic step does not need the product A A
+        if c == 0.0:  # a cubic step (c = 0) does not need the product A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
         else:
             products.symmetric_mm(left, right, out=gram)
@@ -422,7 +430,8 @@ def _newton_schulz(
 # For each dtype, the largest allowed product of the coefficients a between two restarts, see [Note: restarts]. The
 # limit of 42 allows three of Jordan's steps or two steps of Polar Express.
 _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
-_LOCAL_ASPECT = 7 / 3  # aspect ratio n/m above which a local restart takes less work than one from X: [Note: restarts]
+# aspect ratio n/m above which a local restart takes less work than one from X: see [Note: restarts]
+_LOCAL_ASPECT = 7 / 3
 
 
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
@@ -435,7 +444,8 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
     restarts]. Returns indices from 1 to k - 1, for k steps."""
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        slope = max(slope, 1.0) * abs(a)  # every step rounds, so shrinking does not offset later growth
+        # a step that shrinks values does not offset later growth, because every step rounds
+        slope = max(slope, 1.0) * abs(a)
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
             slope = abs(a)
@@ -443,14 +453,16 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
 
 
 def _gram_newton_schulz(
-    y: Tensor,  # (B, m, n) or (m, n), in slots as in `empty_batch`; norm 1, dtype `products.operands`
+    # (B, m, n) or (m, n), in slots as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    y: Tensor,
     coefficients: Triples,
     products: Products,
-) -> Tensor:  # the same shape and dtype as `y`
+) -> Tensor:  # same shape and dtype as `y`
     """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form]."""
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
-    first, *others = (coefficients[start:stop] for start, stop in ends)  # the steps between restarts
+    # each segment consists of the steps between two restarts
+    first, *others = (coefficients[start:stop] for start, stop in ends)
     if _restarts_locally(short, long, coefficients, products.dtype):
         wide = products.gram_fp32(y)
         before = _factor_of(products.operand(wide), first, products)
@@ -503,7 +515,7 @@ def _factor_of(
 TORCH_EPS = 1e-7  # default eps of torch.optim.Muon, which divides by the norm or eps, whichever is larger
 
 
-def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # bf16, same shape as `matrix`
+def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # returns bf16, with the shape of `matrix`
     """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
     normalize, then iterate.
 
@@ -564,8 +576,9 @@ def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
-    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of products A A; cubic steps have none
-    twice: float = 2 * m * m * n * (1.0 + symmetric_share)  # FLOPs of the two products X X^T and (square matrix) X
+    squares = sum(c != 0.0 for _, _, c in coefficients)  # number of the products A A, which cubic steps do not have
+    # FLOPs of X X^T, and of the product of a square matrix and X
+    twice: float = 2 * m * m * n * (1.0 + symmetric_share)
     small: float = 2 * m**3
     if method != "gram":
         return round(steps * twice + squares * small * symmetric_share)
@@ -613,7 +626,8 @@ def orthogonalize(
     with exact_products(device, flags=method != "torch"):
         if method == "torch":
             return torch.stack([_torch_muon(matrix, coefficients) for matrix in x])
-        if dtype is None or (method == "gram" and dtype not in _MOST_SLOPE):  # the latter is an error
+        # `products_dtype` raises ValueError if "gram" does not support `dtype`
+        if dtype is None or (method == "gram" and dtype not in _MOST_SLOPE):
             dtype = products_dtype(method, dtype, device)
         size = batch_size(rows, cols, device)
         shape = (rows, cols) if size == 1 else (size, rows, cols)
@@ -623,11 +637,11 @@ def orthogonalize(
         for part, place in zip(x.split(size), out.split(size), strict=True):
             found = ITERATIONS[method](_operands(part, shape, products, unit), coefficients, products)
             found = found.view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # faster than `copy_` on the tensors without data that `foresight` uses
+            if many:  # `foreach_copy_` is faster than `copy_` on the tensors without data that `foresight` uses
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
-            del found  # free memory for the next batch
+            del found  # free the result's memory before the next batch
         return out if watch is None else watch.keep_finite(out, x, f"method={method!r} on {rows}x{cols}")
 
 
@@ -673,20 +687,22 @@ class FiniteWatch:
         out: Tensor,  # (B, m, n), the results; changed in place
         x: Tensor,  # (B, m, n), the matrices from which `out` was computed
         text: str,  # method and shape, for use in the warning
-    ) -> Tensor:  # (B, m, n), `out`
+    ) -> Tensor:  # returns `out`
         """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # on a CPU, this check waits for no device
+        # on a CPU, this check does not wait for any device
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):
             return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
         self.seen.append((text, spoiled, given))
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Start to copy this step's flags, which tell the replaced results, to the host. Call this method at the end of
-        a step."""
+        """Start to copy this step's flags, which show which results were replaced, to the host. Call this method at the
+        end of a step."""
         seen, self.seen = self.seen, []
-        if not seen or is_capturing(seen[0][1].device):  # a replay of a CUDA graph does not run this code
+        # replays of a CUDA graph do not run this code, so they cannot report flags
+        if not seen or is_capturing(seen[0][1].device):
             return
         spoiled = torch.cat([s.flatten() for _, s, _ in seen])
         given = torch.cat([g.flatten() for _, _, g in seen])

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-Triples = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step
+Triples = tuple[tuple[float, float, float], ...]  # one triple (a, b, c) for each step
 
 _MARGIN = 1.01  # largest input that a schedule must handle: bf16 rounds singular values up by at most 0.4%
 _LARGEST = 2.0  # larger outputs count as divergence; the outputs of all schedules in this file stay under 1.6
@@ -63,7 +63,8 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))  # the negation also selects NaN
+        # because of the negation, NaN counts as a bad value, too
+        bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
         fault = "flips signs" if out[bad[0]] <= 0.0 else "diverges"
@@ -71,8 +72,8 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Return the coefficients that map s to what `steps` map s / factor to. The factor is above 1 if it was published
-    with the coefficients, or if they flip signs or diverge without it."""
+    """Return coefficients that give the same result for s as `steps` give for s / factor. The factor is above 1 if it
+    was published with the coefficients, or if they flip signs or diverge without it."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
@@ -81,7 +82,7 @@ _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up 
 
 # Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
 # are not published elsewhere). A schedule with a triple for further steps has five steps by default, and allows any
-# other number. A schedule with None in its place has exactly the steps listed.
+# other number. A schedule with None instead has exactly the steps listed.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (
@@ -140,12 +141,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # name in Emerging-Optimizers and Megatron
+    "simple": "keller",  # Emerging-Optimizers and Megatron use the name "simple"
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # name in Emerging-Optimizers
+    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses the name "deepseekv4"
     "cubic5": "cubic",
 }
 

@@ -33,12 +33,12 @@ from shardmuon.price.machines import Machine
 
 # Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
 # itself. The next two constants define what is enough.
-_NO_GAIN = 102  # minimum ratio of the time with division to the time without division, in percent
-_LATENCIES = 3  # minimum time that must be saved, in latencies of exchanges between nodes
-_NUMS = (*range(1, 21), 24, 32)  # numbers of buckets that the planner tries
+_NO_GAIN = 102  # minimum ratio of the time with division to the time without, in percent
+_LATENCIES = 3  # minimum saving of time, as a multiple of the latency of an exchange between nodes
+_NUMS = (*range(1, 21), 24, 32)  # minimum numbers of waves that `_cuts` tries; a wave becomes one bucket or more
 _TAILS = (1, 2, 4)
-# Memory traffic of three phases of a step, in bytes per element: that of `foresight.hardware`, if an element takes two
-# bytes on the wire.
+# Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The numbers are those of
+# `foresight.hardware` for elements that are sent as two bytes.
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
 _Key = tuple[int, int]  # (index of a parameter, index of a matrix in the parameter)
@@ -157,7 +157,7 @@ def _hand_on(
         loads[owner] += item.cost
         if _may_go(specs[item.param], item, machine):
             alone[owner].append((item.cost, item.key))
-    late = 1.03 * sum(loads.values()) / len(loads)  # a rank with more work than this is overloaded
+    late = 1.03 * sum(loads.values()) / len(loads)  # ranks with more work than this are overloaded
     for node in {rank // machine.per_node for rank in alone if loads[rank] > late}:
         mates = [rank for rank in ranks if rank // machine.per_node == node]
         while True:
@@ -279,15 +279,16 @@ def _by_price(
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
     that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
     plan."""
-    # keys: (largest number of elements on any rank, number of buckets, nanoseconds)
+    # The keys are (largest number of elements on any rank, number of buckets, nanoseconds).
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        for step in (1, -1)[: len(shares)]:  # try both orders of the buckets
+        for step in (1, -1)[: len(shares)]:  # the buckets are tried in both orders
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
-    best = min(option for option in found if option[2] * 100 <= shortest * 102)  # at most 2% slower
+    # accept up to 2% more time than the shortest
+    best = min(option for option in found if option[2] * 100 <= shortest * 102)
     taken, num, ns = best
     return (
         found[best],
@@ -341,7 +342,7 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
     relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
-        lines: dict[tuple[int, int], _Share] = {}  # keys: (index of the replica, owner)
+        lines: dict[tuple[int, int], _Share] = {}  # index of a replica, owner -> the owner's matrices
         for item in wave:
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
@@ -385,7 +386,7 @@ def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Shar
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
-        behind = num - share - 1  # number of shares after the current share
+        behind = num - share - 1  # number of shares that come after the current one
         if parts[share] and behind and needed[place] <= behind:
             enough = work * (behind + 1) >= left
             if enough or filled + item.numel > most or len(line) - place <= behind:
@@ -467,7 +468,8 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.
     # It is estimated as the geometric mean of the two rates, both as a share of the peak rate.
     share = isqrt(machine.share(short**3) * machine.share(size * short**3))
-    return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)  # five steps launch 30 kernels
+    # a batch takes at least as long as the 30 kernel launches of five steps
+    return size, max(size * flops * 1000 // (rate * share), 30 * machine.launch)
 
 
 class _Timed(NamedTuple):
@@ -489,7 +491,7 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    # The keys of `passed_on` are replicas. The keys of the other three counters are owners.
+    # The keys of `passed_on` are replicas. The keys of `computed`, `came` and `kept` are owners.
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
@@ -516,7 +518,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # nanoseconds of memory traffic and host work
+    def passed(each: int, elements: int) -> int:  # returns nanoseconds of memory traffic and host work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

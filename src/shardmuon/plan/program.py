@@ -29,7 +29,7 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-_ALIGNMENT = 64  # bytes; equal alignment makes a result independent of the matrix's place in a batch
+_ALIGNMENT = 64  # alignment in bytes; equal alignment makes a result independent of the matrix's place in a batch
 
 
 def aligned(numel: int, itemsize: int) -> int:
@@ -308,7 +308,7 @@ def _runs(alike: Sequence[Copy]) -> Iterator[Copy]:
     steps = [(b.here.start - a.here.start, b.there.start - a.there.start) for a, b in itertools.pairwise(alike)]
     first = 0
     while first < len(alike):
-        after = first  # index of the last copy in this run
+        after = first  # index of the last copy in the run that begins at `first`
         while after < len(steps) and min(steps[first]) > 0 and steps[after] == steps[first]:
             after += 1
         sizes, *places = alike[first]

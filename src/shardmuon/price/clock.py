@@ -162,7 +162,8 @@ class Course:
         exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
         courses = [cls(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
         runs = [course.run(works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-        awaited = dict.fromkeys(runs, _Exchange(0))  # simulation of a rank -> the exchange for which it waits
+        # maps the simulation of a rank to the exchange for which the rank waits
+        awaited = dict.fromkeys(runs, _Exchange(0))
         while awaited:
             ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
             # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not

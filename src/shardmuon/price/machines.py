@@ -50,7 +50,7 @@ class Machine(NamedTuple):
     def slowest(stamps: Iterable[str]) -> Machine:
         """Return the rates of the slowest machine in a job, because the other ranks wait for it in exchanges.
 
-        An unknown accelerator gets the rates of an H100, and a name that says so.
+        An unknown accelerator gets the rates of an H100. The machine's name in printed plans states this.
 
         Args:
             stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If there are none, the rates of

@@ -31,7 +31,7 @@ from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # largest number of bytes that the CPU kernel processes at a time (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # elements; smaller tensors are copied as a whole
+_SMALL = 1 << 14  # tensors with fewer elements are copied as a whole
 
 
 class Row(NamedTuple):
@@ -48,7 +48,8 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # state of each parameter; missing entries are created
     engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
-    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # index of a group -> rows; None: not known
+    # index of a group -> the rows of its parameters; a row is None if it is not known yet
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
     gradient must be redistributed to its parameter's layout. Does not synchronize with accelerators."""
@@ -62,15 +63,16 @@ def step_adamw(
         for row in rows:
             assert row is not None, "all are complete"
             param, step = row.param, row.state[STEP]
-            if not param.numel():  # steps of empty shards count, too, so that checkpoints agree on all ranks
+            # empty shards count steps, too, so that the step counts in checkpoints agree on all ranks
+            if not param.numel():
                 step += 1
                 continue
             device = param.device
-            if step.device != device:  # the step count was just created or loaded
+            if step.device != device:  # a step count that was just created or loaded can be on another device
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # frameworks can make groups without these options
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # groups that frameworks make can lack these options
 
 
 def _completed(
@@ -114,12 +116,13 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `step_adamw` moves it to the weight's device
+    # `step_adamw` moves the step count to the weight's device
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
     for key in MOMENTS:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Tensors = Sequence[Tensor]  # weight, gradient, exp_avg and exp_avg_sq of a parameter
+_Tensors = Sequence[Tensor]  # the weight, gradient, exp_avg and exp_avg_sq of one parameter
 _Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and the step count
 
 
@@ -157,7 +160,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             end = [t[whole:] for t in flats]
         else:
             uncounted.append(step)
-        # on CPUs, parameters with equal dtypes and step counts share a copy; on other devices, reading a count blocks
+        # On CPUs, parameters with equal dtypes and step counts share a copy. On other devices, each parameter has a
+        # copy of its own, because reading a step count would wait for the device.
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]

@@ -135,13 +135,15 @@ class Binding(Agreed):
 
     @property
     def num_lacking(self) -> dict[Ranks, int]:
-        """Number of parameters in `lacking` for each set of ranks that share such parameters."""
+        """For each set of ranks that share parameters, the number of these parameters whose gradient can be missing on
+        some of the ranks (`lacking`)."""
         found = {ranks: len(self.lacking.intersection(numbers)) for ranks, numbers in self.table.sets.items()}
         return {ranks: count for ranks, count in found.items() if count}
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
-        """Assign a bit of the vote to each parameter in `lacking`. Bits are unique among all ranks that vote together.
-        `everyone` has the `num_lacking` of each rank. Raises Refused if a vote has too few bits."""
+        """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
+        unique among all ranks that vote together. `everyone` has the `num_lacking` of each rank. Raises Refused if a
+        vote has too few bits."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(
@@ -184,12 +186,13 @@ class Offer:
                 with about(name):
                     if settings is None:
                         UnitPlace.refuse_flat(p)
-                    elif p.requires_grad or p.grad is not None:  # frozen parameters can have a gradient
+                    # a frozen parameter takes part, too, if it has a gradient
+                    elif p.requires_grad or p.grad is not None:
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
         where = self.ns_device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
-        # results of method "torch" also depend on torch's global precision flags
+        # The stamp has torch's global precision flags only for method "torch", whose results depend on them.
         self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
@@ -276,7 +279,8 @@ def make_spec(
     for shape in dict.fromkeys(shapes):
         choice = Choice.made(config.method, config.ns_dtype, shape, settings.coefficients, ns_device or device)
         cost = flops(choice.method, *shape, settings.coefficients, choice.dtype, ns_device or device)
-        # number of bytes per element in exchanges; gradients of fp64 parameters can exceed the range of fp32
+        # The number of bytes per element in exchanges. It is 8 for fp64 parameters, because their gradients can exceed
+        # the range of fp32.
         size = 8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize
         made[shape] = str(choice), cost, size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
@@ -298,8 +302,8 @@ def fingerprint(storage: Tensor) -> int:
     # `cat` pads to whole words and copies to aligned memory, which the view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # small on CPUs, so that chunks stay in the cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # chunks on CPUs are small enough for the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        total += mix_(places, part).sum()  # int64 sums wrap around modulo 2**64
+        total += mix_(places, part).sum()  # sums of int64 numbers wrap around modulo 2**64
     return int(total.item())

@@ -103,7 +103,8 @@ class Bound:
         self,
         work: Work,
         watch: FiniteWatch | None,
-        exchange: Callable[[Tensor, Ints, Ints], Pending],  # (send buffer, numbers of elements to send, to receive)
+        # arguments: send buffer, numbers of elements to send to each rank, and to receive from each rank
+        exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
         """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
         buckets in the meantime, see `shardmuon.price.clock.turns`. A bucket without exchanges yields at the same
@@ -113,7 +114,8 @@ class Bound:
         """
         program, gathers = self.program, self.program.bucket.gathers
         gather, scatter, relay = program.gather, program.scatter, program.relay
-        pending: list[Pending] = []  # entries are removed before the wait, to free send buffers
+        # an exchange is removed from this list before the wait, so that its send buffer can be freed
+        pending: list[Pending] = []
         if gathers:
             send = self.buffer(gather.sent)
             self.gathered.update_momentum(work, self.gathered.on(send))
@@ -161,7 +163,7 @@ class Buckets:
         missing: Parameters without a gradient.
 
     Attributes:
-        bounds: The buckets without these parameters, in the plan's order.
+        bounds: The buckets, without the parameters in `missing`, in the plan's order.
         order: The order of the buckets' operations, see `shardmuon.price.clock.turns`.
         moves: True if any bucket needs an exchange, so that other ranks can be waiting for this rank.
     """
@@ -203,7 +205,8 @@ class Buckets:
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
-                next(runs[i], None)  # in its last turn, a generator ends without a value
+                # without the default None, `next` would raise StopIteration once the bucket is finished
+                next(runs[i], None)
             except ExchangeError:
                 raise
             except Exception as error:
@@ -240,7 +243,8 @@ def _results(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """Copy blocks from `here` to `there`, or from `there` to `here` if `back` is True."""
+    """Copy blocks of elements between two buffers: from `here` to `there`, or from `there` to `here` if `back` is
+    True."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
@@ -257,9 +261,10 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
         unit, overwrite = False, True
         if settings.stages:
             fed, unit = _run_before(settings.stages, x, x.dtype if choice.method == "torch" else choice.dtype)
-            # Stages after the orthogonalization need a dtype that does not depend on the size of the batch, since
-            # batches differ between layouts. A result that overwrites its input has the input's dtype; otherwise, the
-            # result of a batch of one matrix, at least, has the dtype of the matrix products.
+            # Stages after the orthogonalization need a dtype that does not depend on the number of matrices, which
+            # differs between layouts. With `overwrite`, the results of a single batch have the dtype of the matrix
+            # products, but the results of several batches are written to the input, in the input's dtype. Therefore the
+            # input is overwritten only if both dtypes are equal or no such stage follows.
             overwrite = fed.dtype == choice.dtype or not any(isinstance(stage, AfterStage) for stage in settings.stages)
         out = orthogonalize(
             fed,
@@ -274,7 +279,7 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
         if out is not x:
             x.copy_(out)
-        del fed, out  # frees memory before the next batch
+        del fed, out  # free the memory of these tensors before the next batch
 
 
 def _run_before(

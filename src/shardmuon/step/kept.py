@@ -1,11 +1,11 @@
 """Storage of stage state, the state that the stages of variants store, in saved groups if a framework's checkpoint
-format cannot contain it. See [Note: what a stage keeps] in variants.py.
+format cannot contain it. See [Note: state of stages] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
-    has. Stage state is neither, but it is small and equal on every rank, and both frameworks save and load the options
-    of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the groups of an
-    optimizer, this key can exist only between loading and the next step.
+    has. Stage state meets neither condition, but it is small and equal on every rank, and both frameworks save and load
+    the options of groups unchanged. Therefore a saved group contains the stage state under the key `CARRIED`. In the
+    groups of an optimizer, this key can exist only between loading and the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-CARRIED = "kept_state"  # key in a saved group: parameter name or position -> state key -> tensor
+CARRIED = "kept_state"  # this key of a saved group holds a dict: parameter name or position -> state key -> tensor
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:

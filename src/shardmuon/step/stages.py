@@ -37,7 +37,7 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copies fit in the cache
+_PART = 1 << 17  # number of elements summed at a time on CPUs, so small that their fp64 copies fit in the cache
 
 
 class WeightSet:
@@ -60,9 +60,9 @@ class WeightSet:
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
-        self._names = list[str]()  # name of each matrix
-        # for each tile, and for each norm that this rank stores, the index of its matrix; for each tile, True if this
-        # rank sums the tile's squares
+        self._names = list[str]()  # names of the matrices, for the warning about matrices of zeros
+        # index of the matrix of each tile; index of the matrix of each norm that this rank stores; for each tile, True
+        # if this rank sums the tile's squares
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
@@ -82,13 +82,14 @@ class WeightSet:
 
     @classmethod
     def of_rank(cls, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> list[WeightSet]:
-        """Make the weight sets of a rank. The order of the sets depends only on their contents, so all ranks process
-        the sets that they share in the same order.
+        """Make the weight sets (`WeightSet`) of a rank. The order of the sets depends only on their contents, so all
+        ranks process the sets that they share in the same order.
 
         Args:
             plan: The plan.
             stages: Index of a parameter -> its stages, for the parameters to be processed: before the update, those
-                with new norms; after it, those with gradients. All ranks that share a parameter must agree on this.
+                with new norms; after it, those with gradients. All ranks that share a parameter must agree on whether
+                the parameter is processed.
             rank: The rank.
             shapes: Shape of the rank's local storage of each parameter of the plan.
         """
@@ -116,10 +117,11 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
-        """Store norms that are still unknown, and queue a check for matrices of zeros. Called before the update."""
+        """Store the norms of weight matrices that are still unknown, and queue a check for matrices of zeros. Called
+        before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        if self._rank == self.ranks[0]:  # one warning per set, from its first rank
+        if self._rank == self.ranks[0]:  # only the first of the ranks that share the matrices warns about them
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
@@ -188,10 +190,11 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
     """Run the stages on weights after the update. If `watch` is given, prepare the stages before the update instead,
-    for parameters with new norms. Collective among the ranks of each set.
+    for parameters with new norms. Collective among the ranks that share a parameter with such a stage.
 
     Raises:
-        ExchangeError: A rank of a set with several ranks died, hung or failed. The message names the set.
+        ExchangeError: One of these ranks died, hung or failed. The message names the ranks and the parameters that they
+            share.
     """
     when, damage = "before the update", ExchangeError.UNCHANGED
     if watch is None:

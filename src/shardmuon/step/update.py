@@ -31,7 +31,7 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import BufferPlace, KeptLoad, Load
 
 _Kind = tuple[object, ...]
-_Stored = Sequence[Sequence[Tensor]]  # for each parameter, the local fp32 tensors of its stage state
+_Stored = Sequence[Sequence[Tensor]]  # for each parameter, the local fp32 state tensors of its variant's stages
 
 
 @dataclass
@@ -64,7 +64,8 @@ _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
 # and are equally spaced; the first dim of the view counts the tiles.
 _Row = tuple[Ints, Ints, int]
-_Pick = Callable[[Sequence[Any]], Sequence[Any]]  # selects the entries of some tiles from a list for all tiles
+# a function that takes a list with one entry per tile, and selects the entries of some tiles
+_Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
@@ -113,10 +114,11 @@ class Side:
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
         # indices of tiles for which `of` must make a view; all other tiles cover a whole local tensor
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        # cache for each tile: strides of the local tensor -> offset and strides of the tile
+        # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        self._dealt_for: tuple[list[_Kind], int] | None = None  # (kinds, limit) of the cached portions
+        # the kinds and the limit for which the portions were computed
+        self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 
     @cached_property
@@ -162,7 +164,8 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        targets: Sequence[Tensor] | None,  # per tile, receives the input of the orthogonalization; None: not needed
+        # for each tile, where to write the input of the orthogonalization; None: not needed
+        targets: Sequence[Tensor] | None,
     ) -> None:
         """Update the momentum of the tiles. If `targets` is not None, write the input of the orthogonalization to
         it."""
@@ -226,7 +229,8 @@ class Side:
             apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
-def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:  # dims: row dims, then blocks
+# the result has the row dims of the parameter, followed by one dim of blocks
+def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
     """Make a view of the scales for the 8-bit momentum of a tile, in the tensor of scales that this rank stores for the
     parameter. The tile must start at the boundary of a block of elements that share a scale."""
     rows = view.num_row_dims
@@ -286,7 +290,8 @@ class KeptSide:
         foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
 
 
-def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:  # from 1-D fp32 to 1-D in the buffer's dtype
+# `numbers` is 1-D fp32; the result is 1-D, in the dtype of `wire`
+def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:
     """Reinterpret the bits of fp32 numbers as elements of the dtype of an exchange buffer, padded to whole elements, on
     the buffer's device."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
@@ -378,9 +383,10 @@ def apply_(
             for w, update in zip(weights, given, strict=True):
                 _decay_agreeing_(w, update * w, factor)
         elif weight_decay:
-            # the factor is a tensor, since CPUs would convert a number once per tensor
+            # The factor is a tensor, because CPUs would convert a Python number once for each weight.
             foreach("mul_", weights, other=torch.tensor(factor, dtype=weights[0].dtype, device="cpu"))
-        # `add` on a CPU converts half-precision summands itself; list operations on other devices cannot
+        # `add` on a CPU converts half-precision summands itself. List operations on other devices cannot, so summands
+        # are converted first.
         widens = given[0].dtype in _HALVES and weights[0].device.type == "cpu"
         summands = given if widens or given[0].dtype == weights[0].dtype else _converted(given, weights)
         rows: dict[float, list[tuple[Tensor, Tensor]]] = {}
@@ -393,7 +399,7 @@ def apply_(
 
 
 def _decay_agreeing_(
-    weight: Tensor,  # updated in place
+    weight: Tensor,  # one local weight tensor, updated in place
     agreement: Tensor,  # same shape: positive where weight and update have the same sign
     factor: float,
 ) -> None:

@@ -33,7 +33,7 @@ from shardmuon.step.binding import Binding, Member
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-_Line = tuple[str, str, str]  # parameter name, state of its gradient, dtypes and options
+_Line = tuple[str, str, str]  # parameter's name, state of its gradient, text with its dtypes and options
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -92,8 +92,9 @@ class Proposal(Work):
 
     @staticmethod
     def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
-        """Format an error message about the first difference between the ranks of a set. `everyone` has the result of
-        `lines` of each rank, in the order of `ranks`, or None for a rank whose plan lacks this set."""
+        """Format an error message about the first difference between ranks that share parameters. `everyone` has the
+        result of `lines` of each rank, in the order of `ranks`, or None for a rank whose plan has no parameters that
+        exactly these ranks share."""
         told = [lines for lines in everyone if lines is not None]
         plans, *lines = zip(*told, strict=False)
         if len(told) < len(ranks) or len(set(plans)) > 1:
@@ -101,7 +102,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` has the lines of all ranks for one parameter
+        for said in lines:  # `said` has the lines of all ranks about the same parameter
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {
@@ -171,7 +172,8 @@ def _glance(
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            rows.append((number, param, grad, kept.get(BUFFER)))  # a loaded momentum can have any type
+            # a momentum loaded from a state dict can be an object of any type
+            rows.append((number, param, grad, kept.get(BUFFER)))
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
     if storages is None:
@@ -234,7 +236,7 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
     wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
     if wrong is not None:
         raise ValueError(wrong)
-    for key in KEPT_KEYS:  # state of an earlier variant would be stale if the group returned to that variant
+    for key in KEPT_KEYS:  # drop the state of other variants, which would be out of date if the group returned to them
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
@@ -410,7 +412,7 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
 
 
 def _unlike(buffer: Tensor, key: str, weight: Tensor) -> ValueError:
-    """Error for a state tensor whose layout differs from the parameter's."""
+    """Make the error for a state tensor whose layout differs from the parameter's."""
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
     if is_dtensor(buffer):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"

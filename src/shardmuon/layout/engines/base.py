@@ -32,7 +32,8 @@ _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
-Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape of a tensor, and rank -> pieces that it stores
+# the global shape of a tensor, and the pieces that each rank stores
+Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]
 
 
 def names_of(group: Group) -> Sequence[str]:
@@ -71,8 +72,8 @@ class Ties(NamedTuple):
 
     @property
     def sets(self) -> tuple[Ranks, ...]:
-        """The ranks in `parts` and the ranks in `mates`, each in ascending order. Only one of the two if they are
-        equal."""
+        """The sets of ranks that share the tensor, as far as this rank knows: the ranks in `parts` and the ranks in
+        `mates`, each in ascending order. If both are equal, only one of them is listed."""
         return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
 
 
@@ -230,7 +231,8 @@ class Engine:
         for column in (params, grads, *states):
             if set(map(_DTYPE, column)) != {column[0].dtype}:
                 return None
-        for column in (params, *states):  # reject expanded tensors: their elements share memory and cannot be written
+        # reject expanded tensors, whose elements share memory and therefore cannot be written
+        for column in (params, *states):
             if list(map(_DEVICE, column)) != devices:
                 return None
             if not all(map(Tensor.is_contiguous, column)) and any(0 in one.stride() for one in column):
@@ -267,10 +269,10 @@ class Engine:
         called only if other parameters of this engine have gradients."""
         return False
 
-    # ---------------------------------- state with values per matrix: [Note: where kept numbers lie] in layout/mesh.py
+    # --------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
-        """Make a zero-filled state tensor for values per matrix ([Note: where kept numbers lie]), on the parameter's
+        """Make a zero-filled state tensor for values per matrix ([Note: placement of stage state]), on the parameter's
         device. `shape`: global shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`:
         True if the parameter is a stack."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)

@@ -80,7 +80,7 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # `to_local` would create a view of a Parameter
+        local: Tensor = tensor._local_tensor  # unlike `to_local`, this access creates no view of a Parameter
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(

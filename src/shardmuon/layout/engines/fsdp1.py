@@ -4,7 +4,7 @@ elements.
 The engine inspects parameters in their current state, regardless of when the optimizer was made. All private names of
 torch's FSDP1 that this package reads are used only in this file, as defined in torch 2.13.
 
-[Note: what FSDP1 keeps]
+[Note: storage of FSDP1]
     A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and stores an equal
     part on each rank. With `use_orig_params=True`, the original parameters remain in their modules: outside of the
     forward and backward passes, each original parameter is a 1-D view of the elements that this rank stores, or empty
@@ -60,7 +60,7 @@ class UnitPlace(NamedTuple):
     def of(param: Tensor) -> UnitPlace | None:
         """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
         parameter's model cannot be found."""
-        if not getattr(param, "_fsdp_flattened", False):  # set by torch on original and on flat parameters
+        if not getattr(param, "_fsdp_flattened", False):  # torch sets this attribute on original and on flat parameters
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
@@ -99,13 +99,13 @@ class UnitPlace(NamedTuple):
                 _note(unit, handle, handle.flat_param)
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # parameter -> the parameter's location in an FSDP1 unit
+_PLACES: Any = WeakTensorKeyDictionary()  # maps each parameter to its location in an FSDP1 unit
 
 
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
     is_sharded = bool(handle.uses_sharded_strategy)
     group = GroupRef.of(handle.process_group)
-    # With HYBRID_SHARD, this is the group of ranks that store replicas of this rank's shard.
+    # With HYBRID_SHARD, the ranks of `copies` store replicas of this rank's shard.
     copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
     home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
     columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
