@@ -309,7 +309,7 @@ class SimulatedRanks:
             exchange = SimulatedExchange(bucket.ranks)
             runs = [
                 Bound(self.plan, program, self._shapes(rank), ns_device=self._device).run(
-                    self._work[rank], partial(exchange.start, rank)
+                    self._work[rank], None, partial(exchange.start, rank)
                 )
                 for rank, program in programs.items()
             ]

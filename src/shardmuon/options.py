@@ -448,8 +448,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
     params = param_group.get("params")
     refuse_sets("parameters", params, "a list")
-    # every group gets the options of both Muon and AdamW, since `use_muon` can change later
-    group = {**defaults, **ADAMW_DEFAULTS, **param_group}
+    # Megatron-FSDP expects "params" to be the first key. Options of both Muon and AdamW, since `use_muon` can change.
+    group = {"params": (), **defaults, **ADAMW_DEFAULTS, **param_group}
     group["params"] = [params] if isinstance(params, Tensor) else list(params or ())
     group |= {key: GroupRef.of(group[key], key) for key in PLACE_OPTIONS}
     _check_group(known, group, [key for key in param_group if key != "params"], defaults)

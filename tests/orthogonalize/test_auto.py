@@ -169,8 +169,8 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
     x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")
 
-    def spoiled(y: Tensor, *given: Any) -> Tensor:
-        out = real(y, *given)
+    def spoiled(y: Tensor, **given: Any) -> Tensor:
+        out = real(y, **given)
         out[1, 2, 3] = bad
         return out
 

@@ -155,8 +155,8 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 ) -> None:
     sound = ITERATIONS["gram"]
 
-    def spoiled(y: Tensor, *given: Any) -> Tensor:
-        out = sound(y, *given)
+    def spoiled(y: Tensor, **named: Any) -> Tensor:
+        out = sound(y, **named)
         out[1, 2].fill_(float("inf"))
         return out
 

@@ -122,7 +122,7 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
         return Pending(SimpleNamespace(wait=lambda: None), torch.zeros(sum(came)), send)
 
     def step() -> None:
-        for _ in bound.run(work, exchange):
+        for _ in bound.run(work, None, exchange):
             pass
 
     step()

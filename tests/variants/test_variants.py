@@ -49,7 +49,7 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
-    arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard"), *[torch.float64] * 6)  # type: ignore[arg-type]
+    arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
     # Beside sums of positive numbers, of each line and of the lines, there are three roundings of what is kept in each
     # of four steps, and few others; the norm that is restored has them once more.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}

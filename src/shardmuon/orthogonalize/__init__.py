@@ -635,7 +635,9 @@ def orthogonalize(
         many, watch = len(x) > size, watch if method == "gram" else None
         out = empty_batch(x.shape, dtype, device) if many and (watch is not None or not overwrite) else x
         for part, place in zip(x.split(size), out.split(size), strict=True):
-            found = ITERATIONS[method](_operands(part, shape, products, unit), coefficients, products)
+            found = ITERATIONS[method](
+                _operands(part, shape, products, unit), coefficients=coefficients, products=products
+            )
             found = found.view(size, rows, cols).narrow(0, 0, len(part))
             if many:  # `foreach_copy_` is faster than `copy_` on the tensors without data that `foresight` uses
                 foreach_copy_([place], [found])
