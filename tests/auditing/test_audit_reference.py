@@ -107,7 +107,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
+    """The parts that ranks send must contain every element of a matrix exactly once, in the right place. They are
+    computed without the tiles that a step uses."""
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)

@@ -29,7 +29,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """A stage on a batch of matrices, as it stands in a step."""
+    """Apply a post-processing stage (NorMuon, ..) to a batch of matrices as a step does."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -50,8 +50,8 @@ def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: tor
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard"), *[torch.float64] * 6)  # type: ignore[arg-type]
-    # Beside sums of positive numbers, of each line and of the lines, there are three roundings of what is kept in each
-    # of four steps, and few others; the norm that is restored has them once more.
+    # The roundings are those of sums of squares over each row or column and over all of them, three roundings of the
+    # stored state in each of four steps, and a few more. The factor 2 covers a second sum that restores the norm.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)

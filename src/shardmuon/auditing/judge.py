@@ -238,7 +238,8 @@ class _Evidence:
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # smallest divisor of method "torch"
+        # method "torch" divides a matrix by at least TORCH_EPS
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]

@@ -65,7 +65,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
+        # A shard whose layout is still unknown has no matrices. The first step creates its stage state.
+        if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():
                 if state.get(key) is None:
@@ -73,8 +74,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
 
 
 def read_state(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups, which do not change
-    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; identifies parameters by number or by name
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups; not modified
+    saved: Mapping[str, Any],  # result of `Optimizer.state_dict`, which identifies parameters by number or by name
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Check a state dict and convert it for an optimizer.
@@ -122,7 +123,8 @@ def _with_carried(
     entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
     groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
 ) -> Mapping[Any, Any]:
-    """Copy a saved state, and add the stage state that the saved groups contain."""
+    """Copy saved state, and add the state of post-processing stages (such as NorMuon's second moments) that the saved
+    groups contain."""
     found = dict(entries)
     for group in groups:
         for position, kept in (group.get(CARRIED) or {}).items():
@@ -181,7 +183,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
     kept = {"params", CARRIED}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
-        kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
+        kept.add("eps")  # torch.optim.Muon's eps must not replace the eps of AdamW
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
@@ -252,7 +254,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and UnitPlace.is_elsewhere(p):
-        needed.discard(BUFFER)  # for an empty FSDP1 shard, a rank has only the variant's state
+        needed.discard(BUFFER)  # a rank with an empty FSDP1 shard has no momentum, only the variant's state
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(
@@ -282,11 +284,12 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE:  # `Keeper.coded_fault` has already checked this value
+    if key == SCALE:  # `Keeper.coded_fault` has already checked the scales of 8-bit momentum
         return keeper.take(p, key, value)
     is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises an error if shape or placement differs
+    # `state_storage` raises ValueError if shape or placement differs
+    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

@@ -99,7 +99,7 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # transformers does not tie weights on the meta device by itself
+    if hasattr(model, "tie_weights"):  # on the meta device, transformers does not tie weights by itself
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model

@@ -185,7 +185,7 @@ class _DeepSpeedHost(Host):
 
     @property
     def _params(self) -> list[Tensor]:
-        """Model parameters that the optimizer's groups contained originally."""
+        """Model parameters that the optimizer's groups contained before DeepSpeed replaced them by flat buffers."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
@@ -227,7 +227,8 @@ class _DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # DeepSpeed has assigned another group's options
+            # if DeepSpeed has assigned another group's options, restore the old ones
+            if group.setdefault("param_names", names) != names:
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
@@ -247,7 +248,9 @@ class _DeepSpeedHost(Host):
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            if not alone:  # other ranks can have loaded new state, and all ranks have loaded new weights
+            # Other ranks may have loaded new state, and all ranks have loaded new weights, so the optimizer must refuse
+            # further steps.
+            if not alone:
                 core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
 
@@ -343,7 +346,7 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # the state of a swapped flat buffer is made when the flat buffer is stepped
+            if not known.swapped:  # `_step_flats` makes the state of swapped flat buffers
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
@@ -465,7 +468,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
     wrong = [part.param for part in slices if id(part.param) not in known]
-    if zero3 is None:  # at stage 3, some parameters of the group can belong to other sub-groups
+    if zero3 is None:  # at stage 3, the group's other parameters can be in other sub-groups
         wrong += [p for p in params if p.requires_grad and id(p) not in found]
     if wrong:
         raise ValueError(
@@ -528,7 +531,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With other values of these options, DeepSpeed partitions parameters in another way than the code below assumes, or
+    # With other values of these options, DeepSpeed partitions parameters differently than the code below assumes, or
     # steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
@@ -618,7 +621,7 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
     the parameter's slice of the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads
+    home = part.param.device if part.param.device.type != flat.device.type else None  # only if ZeRO offloads
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 
@@ -678,7 +681,7 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
     names = {id(p): name for name, p in named}
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # offset in the buffer; numel with padding
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # `numel` includes padding
         if numel * size >= least and offset * size % _PAGE:
             name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
             raise ValueError(
@@ -734,9 +737,10 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # load the state file, and read the swap files again
+        zero3.load_state_dict([saved] * num_ranks())  # read the state file, and reread the swap files
         zero3.checkpoint_event_epilogue()
-        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would refuse the next step
+        # otherwise, `_refuse_loaded` would raise an error in the next step
+        engine.loaded_checkpoint_dp_world_size = None
     return found
 
 
@@ -774,7 +778,8 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # DeepSpeed saves swapped tensors empty, but loads only full-size ones
+    # DeepSpeed saves swapped state tensors empty but loads only full-size tensors, so replace the empty ones by zeros.
+    for number, numel in enumerate(swapped):
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

@@ -101,7 +101,8 @@ class _MegatronFSDPCopy(Engine):
         )
 
 
-register(_MegatronFSDPCopy())  # tried before `_ENGINE`, because version 2 has DTensors
+# This engine is tried before `_ENGINE`, because parameters of Megatron-FSDP's version 2 are DTensors, too.
+register(_MegatronFSDPCopy())
 
 
 # ---------------------------------------------------------------------------------------------- position of storage
@@ -187,7 +188,8 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # `storage` here would make a reference cycle
+    # a reference to `storage` in this function, which `storage` will hold, would make a cycle
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())

@@ -89,7 +89,7 @@ def clip_grad_norm_(
     if isinstance(parameters, SETS):  # checked before any communication, so that no other rank waits for this rank
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        parameters = list(parameters)  # an iterator can be consumed only once
+        parameters = list(parameters)  # `_listed_of` may run twice, but an iterator can be consumed only once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
@@ -210,7 +210,7 @@ class _BoundGradients(Agreed):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
-            if given is None or given.ranks:  # without `process_group=()`, other ranks can have replicas
+            if given is None or given.ranks:  # unless `process_group` is (), other ranks may have replicas
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
@@ -286,7 +286,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # a binding that was cached for a different `process_group` is invalid, because different ranks vote
+        # A binding that was cached for a different `process_group` is invalid, because other ranks took part in its
+        # vote.
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
@@ -301,7 +302,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        if all(has_params for _, has_params in everyone):  # without parameters, a rank has no key for the cache
+        # a rank without parameters has no cache key, and either all ranks use the cache or none does
+        if all(has_params for _, has_params in everyone):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
@@ -387,7 +389,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
 
 _SMALL = 1 << 12  # elements; smaller tensors are concatenated, because a copy takes less time than a separate norm
-_CHUNK = 1 << 22  # elements; larger tensors are split into such chunks, because on CPUs torch copies a chunk to fp64
+# number of elements; larger tensors are split into chunks, because torch makes an fp64 copy of a chunk on CPUs
+_CHUNK = 1 << 22
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:

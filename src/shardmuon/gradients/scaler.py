@@ -87,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale every gradient in place, and set `found_inf` to 1 on all ranks if any rank has a gradient that is not
         finite, else to 0. Collective over the ranks of `process_group`."""
         fault, bad, flags = Fault(), False, list[Tensor]()
-        with fault:  # `settle` reports errors in this block to the other ranks
+        with fault:  # `settle` reports errors of this block to the other ranks
             named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
             for name, grad in grads:

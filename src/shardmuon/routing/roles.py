@@ -107,7 +107,8 @@ class Placed(NamedTuple):
             with about(name):
                 UnitPlace.refuse_flat(param)
             parts = prefix.split(".")[:-1]
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of X
+            # the weight of a module X is stored as X.parametrizations.weight
+            if isinstance(module, ParametrizationList):
                 *parts, _, leaf = parts
             above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
             owners = tuple((name.removeprefix(at), modules[at]) for at in above)

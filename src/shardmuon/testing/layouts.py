@@ -1,21 +1,22 @@
-"""Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` is a way in which a PyTorch framework
-shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of matrices, many of them
-with shapes that do not divide evenly.
+"""Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` describes one way in which PyTorch or a
+framework shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of matrices,
+many of them with shapes that do not divide evenly.
 
-A layout in the table only builds sharded parameters. It calls functions of PyTorch (`fully_shard`, `distribute_tensor`)
-wherever they exist, so that tests can compare shardmuon's view of a layout with an independent one.
+The builder of a layout only makes sharded parameters. It calls functions of PyTorch (`fully_shard`,
+`distribute_tensor`) wherever they exist, so that tests can compare shardmuon's view of a layout with an independent
+one.
 
 [Note: cut once]
-    Building the same layout repeatedly would take most of a test's time, because torch shards and traces each shape and
-    dtype separately. So the builder of a layout runs only once per process and set of shapes, on tensors whose elements
-    are their own indices. The result shows which elements this rank stores, in which order, on which mesh and with
-    which placements. Later tensors of the same shapes are sharded directly from this result.
+Building the same layout repeatedly would take most of a test's time, because torch shards and traces each shape and
+dtype separately. So the builder of a layout runs only once per process and set of shapes, on tensors whose elements are
+their own indices. The result shows which elements this rank stores, in which order, on which mesh and with which
+placements. Later tensors of the same shapes are sharded directly from this result.
 
 [Note: Megatron without Megatron]
-    Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at
-    any element. The layouts for both packages imitate these splits without importing the packages. Their splits are
-    uneven, so that some ranks have no elements. If the packages are installed, tests also run on parameters that the
-    packages themselves build.
+Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at any
+element. The layouts for both packages imitate these splits without importing the packages. Their splits are uneven, so
+that some ranks have no elements. If the packages are installed, tests also run on parameters that the packages
+themselves build.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # nn.Parameter sets this attribute, too
+            made[name]._is_param = True  # nn.Parameter, which is not called, would also set this attribute
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))

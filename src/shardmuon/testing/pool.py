@@ -215,10 +215,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                self._receive(started, 180.0, _GRACE, catching=False)  # the fork server imports torch first
+                # this limit is long, because the fork server imports torch before it starts the ranks
+                self._receive(started, 180.0, _GRACE, catching=False)
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` reports the dead rank
+                # if the pipe is broken, the rank is dead, which `_receive` reports
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
         except BaseException:  # after Ctrl-C, the next call would otherwise receive late replies to this call
@@ -363,7 +365,8 @@ def _share_gloo_device() -> None:
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        if isinstance(timeout, timedelta):  # a caller can pass options instead, which name a device
+        # a caller that passes options instead of a time-out chooses the device itself
+        if isinstance(timeout, timedelta):
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             timeout = options
