@@ -185,7 +185,7 @@ class QKClip:
 
         @torch._disable_dynamo
         def before(called: nn.Module, args: Any) -> None:
-            # deepcopy copies hooks, so a copy of the module calls this hook, too. Only the original module is measured.
+            # deepcopy copies hooks, so this hook also runs for copies of the module, which are not measured.
             if called is module and self._is_measured and torch.is_grad_enabled():
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]

@@ -103,7 +103,7 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            # sizes are equal on all ranks that share this weight, so all of them raise the error
+            # All ranks with this weight find the same sizes, so all of them raise the error.
             if size != rows.num():
                 raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
@@ -424,7 +424,7 @@ def _gains(
     """Compute the factor g of each key head, see [Note: the rule]."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # Divide two tensors: torch computes number / tensor as number * (1 / tensor), which is rounded twice.
+    # Divide two tensors. For a Python number, torch computes number * (1 / tensor), which is rounded twice.
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 

@@ -70,14 +70,15 @@ _NORM = "norm"  # dict key of the norm of the weights; all other keys belong to 
 _FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
 _TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
 _BLIND = 0.5  # largest allowed difference at which a correct update can still be distinguished from a wrong one
-_SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest values most
+_SLACK = 0.2  # Tolerance for singular values. Rounding changes singular values, and raises the smallest ones most.
 _FEW = 4  # number of elements that a perturbed run moves by one spacing, as a different order of sums would
 _TOGETHER = 64  # maximum number of spacings by which all elements move together; at 4, many runs would round equally
 _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
 _OWN = 1e-9  # relative error of the reference, which squares singular values in a Gram matrix and so loses small values
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which doubles this number
 _EPS = torch.finfo(torch.float32).eps
-_ROUNDINGS = 4  # a norm, its stored value, the factor from it, and the factor times an element are each rounded once
+# Number of roundings: a norm, its stored value, the factor computed from the norm, and the factor times an element.
+_ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
 
@@ -449,7 +450,7 @@ def _judge_numbers(e: _Evidence) -> None:
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # allow for the rounding of a mean of squares and its running average, or of a norm, to fp32
+        # Allow for rounding to fp32: of a mean of squares and its running average, or of a norm.
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)
@@ -488,7 +489,8 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        # Singular values from a Gram matrix are accurate only to about sqrt(eps).
+        # Singular values that are computed from a Gram matrix are accurate only to about sqrt(eps), which is enough for
+        # this test.
         applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"

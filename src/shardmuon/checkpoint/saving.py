@@ -145,7 +145,8 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        # under FSDP1, the saved groups contain the variants' state, which is also in `state`
+        # Under FSDP1, the saved groups contain the variants' state. It is dropped here, because `state` contains it as
+        # well.
         of_file.pop(CARRIED, None)
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
@@ -312,7 +313,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                if is_cut:  # use_muon=True makes engines reject layouts without rows and columns
+                if is_cut:  # With use_muon=True, engines reject layouts that do not divide into rows and columns.
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
             if id(param) in names and type(param.data) is Tensor and is_marked(param):
@@ -322,7 +323,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 )
     table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
-    # record the global shapes, because a tensor-parallel shard does not show the shape of the whole tensor
+    # Record the global shape of each parameter, because a tensor-parallel shard does not show it.
     def remember() -> None:
         for one, layout in zip(table.params, table.layouts, strict=True):
             engine_for(one.param, one.group).remember(one.param, layout.view.shape)
@@ -360,7 +361,8 @@ def _as_global(
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 has already converted its own weights
+        # FSDP1 has already converted the weights of its own shards
+        if not isinstance(engine_of(one.param), FlatEngine):
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})
         for key, value in of_one.items():
@@ -394,7 +396,7 @@ def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
 # ----------------------------------------------------------------------------------------------------- reading files
 
 
-# (module, name) of everything that the metadata of a checkpoint refers to
+# (module, name) of every type and function to which the metadata of a checkpoint may refer
 _ALLOWED = frozenset(
     {
         ("collections", "OrderedDict"),

@@ -65,7 +65,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        # A shard whose layout is still unknown has no matrices. The first step creates its stage state.
+        # A shard whose layout is still unknown has no matrices. The first step creates the state of its post-processing
+        # stages.
         if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():
@@ -107,7 +108,8 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not UnitPlace.is_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and _kept_keys(group)):  # the state of a variant exists even for an empty shard
+            # a variant's state exists on every rank, even for an empty shard
+            elif found or (unsaved and _kept_keys(group)):
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
     if lacking:
@@ -199,7 +201,7 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.
     """
-    # parts of names that torch.compile, FSDP1, activation checkpointing and DDP add
+    # Ignore the parts of names that torch.compile, FSDP1, activation checkpointing and DDP add.
     added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):

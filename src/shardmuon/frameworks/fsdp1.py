@@ -45,7 +45,8 @@ class _FSDP1Host(Host):
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
                 state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
-        # FSDP1 saves only state tensors that are as long as their parameter, so the groups contain the variants' state.
+        # FSDP1 saves only state tensors that are as long as their parameter, so the variants' state is saved in the
+        # groups.
         if units:
             carry_by_position(saved)
 

@@ -100,7 +100,7 @@ def get_megatron_optimizer(
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
-    with fault:  # catch an error of this rank: `_aligned` raises it on all ranks
+    with fault:  # Catch errors on this rank; `_aligned` then raises the first of them on all ranks.
         given = Rule.parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
@@ -210,7 +210,8 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "ns_steps": config.muon_num_ns_steps,
         **given,
     }
-    if "ns_coefficients" in given:  # the config's number of steps applies only to the config's own coefficients
+    # the config's number of Newton-Schulz steps is valid only for the config's own coefficients
+    if "ns_coefficients" in given:
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
         mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
@@ -284,7 +285,7 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        # `param_groups` would choose a default that depends on this pipeline stage's matrices, so pass a value.
+        # Without a value, `param_groups` would choose an lr that depends on the matrices of this pipeline stage.
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
@@ -292,7 +293,8 @@ def _routed(
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # parameter groups must be equal on all ranks, which process groups are not
+        # Parameter groups must be equal on all ranks, so they cannot contain process groups.
+        group.pop("tp_group", None)
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -397,7 +399,8 @@ def _wrapped(
         # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
-            # Megatron's layers set this attribute to True even without tensor parallelism.
+            # Megatron's layers set this attribute to True even without tensor parallelism, which would make the
+            # parameter a shard.
             param.tensor_model_parallel = False
     return wrapped
 
@@ -612,13 +615,14 @@ def _distributed_optimizer(
     for part in shards.values():
         part.requires_grad_(True)  # Megatron's shards have requires_grad=False, so `Muon` would treat them as frozen.
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:  # AdamW's groups keep Megatron's shards
+        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron has made
             group["params"] = []
             for order, param in enumerate(params):
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    # Megatron unscales the gradients of all shards, but does not set the gradient of an empty shard.
+                    # Megatron unscales the gradients of all shards but never sets the gradient of an empty shard, so
+                    # set it once.
                     shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start

@@ -48,7 +48,7 @@ class _MegatronFSDPEngine(DTensorEngine):
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # These checks run for every DTensor in every step, so they must be cheap.
+        # `recognizes` is called for every DTensor in every step, so its checks must be cheap.
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
@@ -188,7 +188,7 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    # a reference to `storage` in this function, which `storage` will hold, would make a cycle
+    # `storage` will hold this function, so using `storage` in the function would make a reference cycle.
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
         if not chunk.sizes.numel():
             return []

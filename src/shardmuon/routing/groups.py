@@ -238,7 +238,7 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
-            # check numbers and the learning-rate scale
+            # raise ValueError for invalid numbers, such as a negative lr, and for an unknown learning-rate scale
             check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
@@ -430,7 +430,7 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
     shape, problem = placed.shape({"process_group": given.get("process_group"), "tp_group": ref})
     if problem:
         role = Role("unknown", problem)
-    # Megatron sets this attribute on the weights of embeddings and output layers.
+    # Megatron sets the attribute `is_embedding_or_output_parameter` on the weights of embeddings and output layers.
     elif getattr(param, "is_embedding_or_output_parameter", False):
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
@@ -470,7 +470,7 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    # a list would differ from an equal tuple in the printed form by which groups are compared
+    # Parameters are grouped by the printed form of their options, in which a list differs from an equal tuple.
     if isinstance(view["split_sizes"], list):
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in options.items() if key not in VIEW_DEFAULTS}
@@ -552,7 +552,7 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            # the method is missing, abstract or has required arguments
+            # Skip a module whose method named in `hooks` is missing, abstract or has required arguments.
             except (NotImplementedError, AttributeError, TypeError):
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:

@@ -198,10 +198,12 @@ class ZeroRun(Run):
         os.environ["DS_ACCELERATOR"] = "cpu"
         with quiet():
             import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        old = r"`torch.distributed.\w+` is deprecated"  # DeepSpeed calls functions that torch deprecates
+        # ignore warnings about deprecated torch functions that DeepSpeed calls
+        old = r"`torch.distributed.\w+` is deprecated"
         warnings.filterwarnings("ignore", old, FutureWarning)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # this extension takes minutes to compile
+        # disable the extension deepspeed_shm_comm, which takes minutes to compile
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
         return deepspeed
 
@@ -242,7 +244,7 @@ class ZeroRun(Run):
         return {name: p.detach().clone() if self._whole else self.whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        state = self.optimizer.state  # at ZeRO stage 0, its keys are the model's parameters
+        state = self.optimizer.state  # at ZeRO stage 0, the keys of the optimizer state are the model's parameters
         whole = self._whole
         return {n: state[p]["momentum_buffer"] if whole else self.whole_momentum(p) for n, p in self._params.items()}
 

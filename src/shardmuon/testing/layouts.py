@@ -134,7 +134,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # nn.Parameter, which is not called, would also set this attribute
+            made[name]._is_param = True  # nn.Parameter would also set `_is_param`, but is not called for DTensors
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -168,7 +168,7 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Shard tensors with `fully_shard`. The tensors can be plain tensors or tensor-parallel DTensors."""
     bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
+        warnings.simplefilter("ignore")  # ignore torch's warning that nn.ParameterDict has no forward method
         fully_shard(bag, mesh=mesh)
     return {name: bag[name].detach() for name in tensors}
 
@@ -307,7 +307,8 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # the first dim of a stack indexes experts
+        # the first dim of a stack indexes experts, so the dims of its matrices are shifted by one
+        dim += full.ndim == 3
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out
