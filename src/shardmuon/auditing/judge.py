@@ -253,7 +253,8 @@ class _Evidence:
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much updates vary over `count` reordered runs. Returns the same pair as `_beside`.
+        """Measure how much updates vary over `count` reordered runs. Returns a function that measures a difference
+        relative to this variation, and the largest measure that is allowed.
 
         The rounding error is taken to be at least one spacing of the largest weight in every direction. If stages store
         values in fp32, the rounding error is also taken to be at least one fp32 eps of the result: up to four roundings
@@ -267,8 +268,8 @@ class _Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns the same
-        pair as `_beside`."""
+        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns a function
+        that measures a difference relative to this variation, and the largest measure that is allowed."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -522,8 +523,8 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses about stages that preserve the norm of the weights. Either a stage did not run, or it used the norm
-    of a shard or half, and perhaps stored that norm, instead of the norm of the whole matrix."""
+    """Yield guesses (simulated faults) about stages that preserve the norm of the weights. Either a stage did not run,
+    or it used the norm of a shard or half, and perhaps stored that norm, instead of the norm of the whole matrix."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:
@@ -546,7 +547,8 @@ def _of_stages(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses in which the update has the right direction but a wrong length, or is clamped."""
+    """Yield guesses (simulated faults) in which the update has the right direction but a wrong length, or is
+    clamped."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         scale = lr_scale(e.settings.adjust_lr_fn, m, n)
@@ -561,7 +563,8 @@ def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses in which parts of the matrix were orthogonalized separately or swapped with each other."""
+    """Yield guesses (simulated faults) in which parts of the matrix were orthogonalized separately or swapped with each
+    other."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
@@ -581,8 +584,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
-    """Yield guesses in which the matrix received the result of another matrix, the transpose of its own result, or the
-    result for a wrong input, or in which it was not orthogonalized."""
+    """Yield guesses (simulated faults) in which the matrix received the result of another matrix, the transpose of its
+    own result, or the result for a wrong input, or in which it was not orthogonalized."""
     for other in others:
         if other is not e and other.row.compared:
             yield "results_swapped", f"it is the update of {other.row.name}", other.dense

@@ -655,7 +655,7 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # the live job issues the same warnings
+        with warnings.catch_warnings():  # hide warnings, because the live job issues the same ones
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)

@@ -293,7 +293,7 @@ def _routed(
     )
     out = []
     for group in made:
-        # Parameter groups must be equal on all ranks, so they cannot contain process groups.
+        # `_aligned` compares the parameter groups of all ranks, so process groups are added to them only later.
         group.pop("tp_group", None)
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
@@ -399,8 +399,8 @@ def _wrapped(
         # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
-            # Megatron's layers set this attribute to True even without tensor parallelism, which would make the
-            # parameter a shard.
+            # Megatron's layers set this attribute to True even without tensor parallelism, and the parameter would be
+            # taken for a shard.
             param.tensor_model_parallel = False
     return wrapped
 

@@ -311,8 +311,8 @@ class _Clipping(TableCall[_BoundGradients]):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's
-        ballot."""
+        """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's ballot
+        for the vote."""
         self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
