@@ -126,7 +126,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    # The plans of bf16 weights equal those of fp32 weights, so every third layout is enough.
+    # The plans of bf16 weights equal those of fp32 weights, so it is enough to compare every third layout in bf16.
     elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
         found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -155,7 +155,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # A plan without ranks has no process groups but takes them from the mesh, so these options change nothing.
+    # `plan` makes no process groups and takes the ranks from the mesh, so these two options change nothing.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),

@@ -30,8 +30,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Run `shardmuon verify` on a pool and return the rows of the table that it prints. All layouts must keep the
-    contract."""
+    """Run `shardmuon verify` on a pool and return the rows of the table that it prints. In all layouts, results must be
+    bitwise equal to the reference."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
         assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()

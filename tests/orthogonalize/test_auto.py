@@ -65,7 +65,8 @@ def test_flops_are_those_that_torch_counts(
     [  # `with_n` counts multiples of m^2 n, and `small` multiples of m^3, for m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
-        ("gram", POLAR, FP32, 512, 8, 28),  # in fp32, the Gram form restarts once, from X
+        # In fp32, the Gram form restarts once, with a new Gram matrix of the updated X.
+        ("gram", POLAR, FP32, 512, 8, 28),
         # In fp16 and with n/m above 7/3, the restart is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8 m^3 for split
         # matmuls and 2 m^3 to merge the Q factors.
         ("gram", POLAR, FP16, 512, 4, 38),

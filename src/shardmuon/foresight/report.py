@@ -482,7 +482,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # maximum number of rows in the list of ranks or of extrapolated numbers
+_MANY = 12  # largest number of rows in the report's lists of ranks and of extrapolated numbers
 
 
 class _Section(NamedTuple):

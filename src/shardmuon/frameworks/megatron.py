@@ -246,7 +246,7 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
     """Return the indices of the overrides that match a parameter of the given model chunk. An override that matches no
-    parameter here can match one on another pipeline stage."""
+    parameter of this chunk can match a parameter on another pipeline stage."""
     found = Placed.all_in(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 

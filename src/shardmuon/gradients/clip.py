@@ -228,8 +228,9 @@ class _BoundGradients(Agreed):
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
     """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each parameter,
-    and the engine's summary of the parameter's layout. A new tensor can reuse the id of an old tensor. If the keys are
-    equal all the same, both tensors have the same layout, so the cached layouts are valid for the new tensor."""
+    and the engine's summary of the parameter's layout. A new tensor can reuse the id of a deleted tensor. If the
+    keys are nevertheless equal, both tensors have the same layout, so the cached layouts are valid for the new
+    tensor."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 

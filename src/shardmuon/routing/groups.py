@@ -739,5 +739,5 @@ def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool
 
 
 def _override(names: Iterable[str], choice: str) -> str:
-    """Format the source code of an `overrides` argument that makes the same choice for all these parameters."""
+    """Format the source code of an `overrides` argument that makes the same choice for all given parameters."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

@@ -122,7 +122,7 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """Make view options for a weight that consists of parts with these sizes, in this order. The whole sequence of
+    """Make view options for a weight that consists of parts with the given sizes, in this order. The whole sequence of
     parts occurs `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}

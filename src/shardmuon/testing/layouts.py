@@ -112,7 +112,7 @@ class _LayoutCase:
         return _CUT[key]
 
 
-_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, see [Note: cut once]
+_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of layout builders, see [Note: cut once]
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:

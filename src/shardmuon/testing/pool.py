@@ -56,7 +56,7 @@ import torch.distributed as dist
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Rank = tuple[BaseProcess, Connection]  # a rank's process, and the parent's end of the pipe to it
+_Rank = tuple[BaseProcess, Connection]  # the process of a rank, and the parent's end of the pipe to this process
 
 _PRELOADED = [  # modules that the fork server imports; it skips modules that are not installed
     "torch",
