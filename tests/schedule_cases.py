@@ -58,8 +58,8 @@ def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
 
 
 def slope(schedule: Any) -> float:
-    """Return the factor by which a schedule multiplies the smallest singular values: the product of the coefficients a
-    of all steps."""
+    """Return the factor by which a schedule multiplies the smallest singular values: the product of the linear
+    coefficients (a) of all steps."""
     return math.prod(a for a, _, _ in schedule.triples)
 
 
