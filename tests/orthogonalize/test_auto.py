@@ -67,8 +67,8 @@ def test_flops_are_those_that_torch_counts(
         ("gram", KELLER, FP64, 512, 4, 34),
         # In fp32, the Gram form restarts once, with a new Gram matrix of the updated X.
         ("gram", POLAR, FP32, 512, 8, 28),
-        # In fp16 and with n/m above 7/3, the restart is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8 m^3 for split
-        # matmuls and 2 m^3 to merge the Q factors.
+        # In fp16 and with n/m above 7/3, the restart of the Gram form is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8
+        # m^3 for split matmuls and 2 m^3 to merge the Q factors.
         ("gram", POLAR, FP16, 512, 4, 38),
         ("gram", POLAR, FP16, 128, 8, 28),
     ],

@@ -75,8 +75,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running. A process that ends between the signal and the read of /proc is not. Without
-    /proc, a zombie counts as running."""
+    """Return whether a process is running. A process that ends after the signal was sent and before /proc is read
+    counts as ended. Without /proc, a zombie counts as running."""
     try:
         os.kill(pid, 0)
         try:

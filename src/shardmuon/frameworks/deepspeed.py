@@ -313,8 +313,8 @@ class _DeepSpeedHost(Host):
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
-        """Take one of the calls of `step()` in a training step, for the groups that DeepSpeed put into
-        `core.param_groups`."""
+        """Handle one of the calls of `step()` that DeepSpeed makes in a training step, for the groups that DeepSpeed
+        put into `core.param_groups`."""
         try:
             # This condition is true if a new training step begins, see [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):

@@ -237,7 +237,8 @@ def _by_shape(place: Place, shape: Ints) -> Role:
     module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
-        # The number of outputs is `out_features` in torch and TransformerEngine, and one of the other two in Megatron.
+        # The number of outputs is `out_features` in torch and TransformerEngine, and `output_size` or
+        # `output_size_per_partition` in Megatron.
         outputs = map(vars(module).get, ("out_features", "output_size", "output_size_per_partition"))
         if is_linear or shape[0] in outputs:
             reason = "linear" if is_linear else f"linear ({type(module).__name__})"

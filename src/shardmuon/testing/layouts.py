@@ -192,7 +192,8 @@ def _placed_by(
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
-    """Return the placement of a tensor-parallel tensor. Even indices shard by rows, odd indices by columns."""
+    """Return the placement of a tensor-parallel tensor. Tensors with even indices are sharded by rows, tensors with odd
+    indices by columns."""
     return [Shard(index % 2 + tensor.ndim - 2)]
 
 
