@@ -132,7 +132,7 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `compare_with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
+        # `Comparison.with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
         # the chosen methods.
     )
     return found.traffic.bytes_sent
