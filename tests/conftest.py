@@ -249,8 +249,8 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# All tests share these pools. `get_pool` starts a pool once and then reuses it, unless pools of several other sizes
-# have been used since.
+# All tests share these pools. `RankPool.cached` starts a pool once and then reuses it, unless pools of three other
+# sizes have been used since.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

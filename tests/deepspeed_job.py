@@ -260,7 +260,8 @@ class Job:
         self.reference.step()
 
     def masters(self) -> dict[str, Tensor]:
-        """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
+        """Return DeepSpeed's fp32 master weights. The result is wrong with round_robin_gradients, because the DeepSpeed
+        function that reads the weights does not support this option."""
         return {n: ZeroRun.whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:

@@ -58,11 +58,11 @@ class DenseMuon:
     """Dense Muon, which steps full tensors one matrix at a time.
 
     Args:
-        weights: One for each group.
-        groups: As `Muon.param_groups`, of one parameter each.
-        config: Says how each matrix is orthogonalized, and how momentum and weights are stored.
-        wire: Dtype in which matrices come and results go where products are not in half precision; fp64 for fp64
-            weights.
+        weights: Initial value of each weight.
+        groups: Parameter groups like `Muon.param_groups`, one for each weight.
+        config: Determines how each matrix is orthogonalized, and how momentum and weights are stored.
+        wire: Dtype in which matrices and results are sent if matmuls are not in half precision. For fp64 weights, this
+            dtype is always fp64.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
+        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims that index rows; two in a stack
         self._name, self._config, self._wire = name, config, wire
         self._steps = 0
 
@@ -181,7 +181,7 @@ class _Param:
         return found.view(self.weight.shape)
 
     def _momentum(self, grad: Tensor, momentum: float, nesterov: bool) -> Tensor:
-        """Update it; returns what is to be orthogonalized."""
+        """Update the momentum, and return the tensor to orthogonalize."""
         asked, rows = self._config.momentum_dtype, self._num_rows
         dtype = torch.float32 if asked == "int8" else asked or grad.dtype
         rounded = asked in (torch.bfloat16, "int8")

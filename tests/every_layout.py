@@ -47,10 +47,11 @@ class Planned:
     """A rank's plan of a step.
 
     Attributes:
-        counted: Exchanges, bytes sent and matrices by `BucketCount.of_plan`.
-        sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
-        messages: To other ranks, of all exchanges.
-        digests: Of the plan, by set of ranks, in hex.
+        counted: Number of exchanges, bytes sent and matrices, as counted by `BucketCount.of_plan`.
+        sides: Bytes sent and bytes received. Each is a pair: the bytes within a node and the bytes between nodes. Each
+            of the two nodes has half of the ranks.
+        messages: Number of messages that this rank sends to other ranks in all exchanges.
+        digests: Digests of the plan in hex, keyed by the ranks that share them.
     """
 
     counted: tuple[int, int, int]
@@ -92,8 +93,10 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
-    ranks there were in a step, and torch's Muon: at 4 ranks, and for every third layout at 2."""
+    """Return, for each rank, the comparisons of a layout by the name of the reference. The reference "dense" is Muon in
+    a single process. Its comparison contains, in the attribute `about`, the rank's plan and the number of messages
+    per step that the rank sends. On 4 ranks, and for every third layout on 2 ranks, torch.optim.Muon is another
+    reference."""
     return RankPool.cached(world).run(_comparisons, layout)
 
 
@@ -123,6 +126,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
+    # The plans of bf16 weights equal those of fp32 weights, so it is enough to compare every third layout in bf16.
+    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
         found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

@@ -297,7 +297,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                error = kinds[(at + number) % len(kinds)]  # `state_storage` replaces this ValueError by its own
+                # `state_storage` catches this ValueError and raises its own, so plant another exception.
+                error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)
             kept = held()

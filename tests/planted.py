@@ -230,7 +230,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # with one sample, audit number 0 takes matrix 0
+    job.optimizer.audits.num_audits = 0  # With one sample, audit number 0 samples matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -254,7 +254,7 @@ _MUON_EQ = MuonEq.run_
 
 
 def _alone(self: AfterStage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply one stage to a copy of the matrices."""
+    """Apply one post-processing stage, such as NorMuon, to a copy of the matrices."""
     out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
     scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
     return out

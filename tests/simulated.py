@@ -32,7 +32,8 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
-# pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
+# PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each replica
+# orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
 # Each replica orthogonalizes all matrices itself only if this saves several latencies between nodes. The latency of
 # SHARING is so large that the replicas always divide the matrices among themselves.
@@ -41,7 +42,8 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Plans of this process are chosen by another machine's rates; None: by its own."""
+    """Return a context in which plans are made with the rates of `machine`, or with the real rates if `machine` is
+    None."""
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
@@ -205,7 +207,7 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # of each parameter
+    groups: Sequence[Mapping[str, Any]],  # options of each parameter
     config: MuonConfig = _AUTO,
     policy: Policy = SMALL,
     *,
@@ -213,7 +215,7 @@ def planned(
     # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
     wide: Collection[int] = (),
 ) -> Plan:
-    """The plan of parameters with these layouts."""
+    """Make the plan of a step for parameters with the given layouts and options."""
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]

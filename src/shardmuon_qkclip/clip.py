@@ -153,7 +153,8 @@ class QKClip:
         if self._scaler.host is None:
             self._scaler.find()
         self._pending: dict[str, Tensor] = {}  # layer name -> largest logits since the last step
-        self._has_reduced = False  # avoids a second reduction if a framework calls step() several times per step
+        # True if the maxima of this training step have been reduced; a framework can call step() several times per step
+        self._has_reduced = False
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []
         for layer in self.layers if logits is None else ():
@@ -184,7 +185,7 @@ class QKClip:
 
         @torch._disable_dynamo
         def before(called: nn.Module, args: Any) -> None:
-            # deepcopy copies hooks, so a copy of the module calls this hook, too
+            # deepcopy copies hooks, so this hook also runs for copies of the module, which are not measured.
             if called is module and self._is_measured and torch.is_grad_enabled():
                 watch = _Watch(lambda maxima: self._count(layer.name, self._of_all_heads(layer, holder, maxima)))
                 entered.append(watch.__enter__())  # type: ignore[no-untyped-call]
@@ -216,7 +217,8 @@ class QKClip:
         If the measured maxima have a single dim for batch and heads, the maximum over the batch is taken.
         """
         here, total = len(maxima), layer.num_heads
-        if here and here % total == 0:  # the logits had shape (batch * heads, L, S)
+        # the logits had shape (batch * heads, L, S), so there is a maximum for each batch entry and head
+        if here and here % total == 0:
             return maxima.view(-1, total).amax(dim=0)
         parts = [] if not here or total % here else self._parts(layer, holder, total // here)
         if len(parts) != 1:

@@ -219,7 +219,8 @@ def _layer_in(holder: Holder) -> Attention | None:
             nope, rope, value = map(number, sizes)
             parts: dict[str, _Parts] = {q: (("q", nope), ("q_pe", rope)), k: (("k", nope), ("", value))}
             return _layer(holder, parts, number(*_HEADS), size=nope)
-    if "linear_qkv.weight" in holder.weights and number("kv_channels"):  # Megatron stores q, k and v group by group
+    # Megatron stores the rows of q, k and v of one group of heads after those of another.
+    if "linear_qkv.weight" in holder.weights and number("kv_channels"):
         size, heads = number("kv_channels"), number("num_attention_heads")
         groups = number("num_query_groups") or heads or 1
         return _layer(holder, {"linear_qkv.weight": (("q", heads // groups * size), ("k", size), ("", size))}, groups)

@@ -103,7 +103,8 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            if size != rows.num():  # equal on all ranks with this weight, so all raise the error
+            # All ranks with this weight find the same sizes, so all of them raise the error.
+            if size != rows.num():
                 raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
                     f"{rows.repeats} times make {rows.num()}"
@@ -185,9 +186,9 @@ class Scaler(TableCall[_Bound]):
         try:
             bound, _ = self.agree(fault)
             self._all = _largest(self._own, bound.component, self._group)
-        except Refused:  # raised on all ranks at the same point, so training can continue
+        except Refused:  # all ranks raise Refused at the same point, so training can continue
             raise
-        except BaseException as error:  # other ranks can still be waiting, or can have continued
+        except BaseException as error:  # other ranks may still be waiting for this rank, or may have continued
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
@@ -375,7 +376,7 @@ class Scaler(TableCall[_Bound]):
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
         """
-        # list the weight as one tensor, not as matrices
+        # List the weight as a single tensor, because QK-clip scales rows and needs no matrices.
         weight, group = target.weight, {**target.weight.group, "use_muon": False}
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
@@ -423,7 +424,7 @@ def _gains(
     """Compute the factor g of each key head, see [Note: the rule]."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # Divide two tensors: torch computes number / tensor as number * (1 / tensor), which is rounded twice.
+    # Divide two tensors. For a Python number, torch computes number * (1 / tensor), which is rounded twice.
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 

@@ -61,7 +61,8 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     second step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
+        # Hyperball warns about zero weights on ranks that store no element of a matrix.
+        warnings.filterwarnings("ignore", ".*zero before the first step")
         found = Comparison.with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)
     return found.about
@@ -177,7 +178,7 @@ def test_matrices_of_zeros_and_gradients_of_zeros_are_sound() -> None:
 
 
 class Unknown(NorMuon):
-    """A stage for which audits have no formula."""
+    """A post-processing stage for which audits have no formula."""
 
 
 @pytest.mark.parametrize(("variant", "status"), [("muon_eq", "ok"), ("unknown", "not checked: Unknown")])

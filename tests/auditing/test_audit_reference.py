@@ -107,7 +107,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
+    """The parts that ranks send must contain every element of a matrix exactly once, in the right place. They are
+    computed without the tiles that a step uses."""
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)
@@ -135,7 +136,7 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        # The first box has rows 0 to 3 of the first matrix, and the second box has its rows 4 and 5.
+        # Of the first matrix, the first box contains rows 0 to 3, and the second box contains rows 4 and 5.
         (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),

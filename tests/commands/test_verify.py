@@ -30,7 +30,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Rows that the command prints if all layouts keep the contract on this pool."""
+    """Run `shardmuon verify` on a pool and return the rows of the table that it prints. In all layouts, results must be
+    bitwise equal to the reference."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
         assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()
@@ -64,12 +65,14 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")  # each rank has its own matrices
+    # In the layout "single", each rank has its own matrices, so ranks do not communicate.
+    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """`Comparison.with_dense` of one step; on one rank what a function of the step has written is damaged once."""
+    """Compare one step with the dense reference. On the rank `rank`, `damage` is called once after the function `name`
+    of the step, and changes what this function has written."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -79,7 +82,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    Comparison.with_dense(layout, **given)  # the reference is made with nothing damaged
+    Comparison.with_dense(layout, **given)  # The undamaged run caches the dense reference for the second run.
     with mock.patch.object(update, name, spoiled):
         return Comparison.with_dense(layout, **given)
 
@@ -109,7 +112,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
     assert cells["NS runs"] == cells["matrices"] == "58", cells
-    assert int(cells["collectives"]) >= 3  # by each set of partitions that DeepSpeed steps together
+    # The step of a flat buffer has one vote and two exchanges. The collectives of all flat buffers are counted.
+    assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 
 
@@ -121,7 +125,8 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),  # all that torch makes
+        # By default, the command runs all layouts that need only torch.
+        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),
         (TWO, {Comparison.with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {Comparison.with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {Comparison.with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),

@@ -47,7 +47,8 @@ OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AU
 
 
 def _live_model(config: dict[str, Any], mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The model as its users would shard it, with torch's own functions."""
+    """Return the model, sharded by torch's own functions as in a user's script, and the options of `Muon` that this
+    sharding needs."""
     torch.manual_seed(0)
     model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():

@@ -29,7 +29,7 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """A table of a hardware file: aspect -> rows (size, low, middle, high)."""
+    """Return a table of a hardware file. `rows` maps an aspect ratio to rows (size, low, middle, high)."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
 
@@ -157,7 +157,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # the best of an interval takes the most of a rate, and the least of a time
+    # The lower end of a predicted interval uses the highest rate and the lowest latency.
     unsure = {"link_efficiency": _table([(1.0, 0.5, 0.8, 1.0)]), "latency_inside": _table([(1.0, 1e-5, 2e-5, 4e-5)])}
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
@@ -266,14 +266,16 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, Any]) -> Hardware:
-    """The machine without numbers whose names have a word, and with others."""
+    """Return the hardware of `_machine` with the numbers in `given` added or replaced. Numbers whose name contains the
+    word `without` are left out; for example, without="peak" leaves out every peak rate."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Four ranks that share eight matrices of rows x 4096 and a vector of 4000 elements."""
+    """Return the counts of a job in which four ranks share eight matrices of `rows` x 4096 and a vector of 4,000
+    elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))
     return Exact.of_job(model, "shard=4", method="standard", ns_dtype=torch.bfloat16)

@@ -68,8 +68,8 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is. The optimizer is
-    made before or after wrapping."""
+    """The model has matrices, a tied embedding, norms, biases and a frozen unit. The optimizer is created either before
+    or after wrapping. Parameters must be routed as in the unwrapped model."""
     assert RankPool.cached(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
@@ -97,7 +97,8 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Four elements on three ranks: the last one keeps padding only. Also the elements that it keeps."""
+    """Check a step of a 2 x 2 matrix on three ranks, where the last rank's shard is only padding. Returns whether the
+    result is bitwise equal to the dense reference, and the number of elements on this rank."""
     found = Comparison.with_dense(
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
@@ -300,7 +301,8 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
 def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
-    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
+    """shardmuon's norm must equal torch's norm of the unwrapped model. After clipping, the norm is max_norm * norm /
+    (norm + 1e-6), up to rounding."""
     for expected, ours, theirs in itertools.chain(*RankPool.cached(world).run(_clipped, strategy)):
         assert abs(ours - expected) <= NORM_ROUNDOFF * expected
         left = 0.01 * expected / (expected + 1e-6)

@@ -277,8 +277,8 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """Also of parameters without a gradient anywhere, and of those that some rank stores nothing of, which lack it
-    there; tensor-parallel shards, of gate and up too, and experts within their own data-parallel group."""
+    """The steps cover parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with
+    and without a stride, and experts with their own data-parallel group."""
     found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names

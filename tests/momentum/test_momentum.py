@@ -221,7 +221,8 @@ def test_a_cut_block_is_refused_when_the_plan_is_made(layout: str, shape: Any, f
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
-    # so that torch.distributed.checkpoint finds them where it expects them
+    # torch.distributed.checkpoint expects the scales of 8-bit momentum to be sharded like any other tensor of their
+    # shape.
     accepted, place = 0, OnMesh((num_ranks,), tuple(range(num_ranks)), (Shard(1),))
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):
         shape = (4, cols)

@@ -40,7 +40,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "device"),
     [
         *((name, form, 96, n, CUDA) for name, form, n in SMALL),
-        # symmetric products of large matrices take ten of sixteen tiles on a CPU
+        # On a CPU, symmetric matmuls of large matrices compute only ten of sixteen tiles.
         *(("keller", form, m, n, CPU) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -52,7 +52,8 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    if method == "gram" and dtype == FP16:  # a restart in emulated fp16 takes whole products, not split ones
+    # In emulated fp16, a restart computes full matmuls instead of split ones, so it takes fewer FLOPs than estimated.
+    if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
         # Row blocks may have unequal sizes, so the FLOPs estimate is not exact.
@@ -61,11 +62,13 @@ def test_flops_are_those_that_torch_counts(
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "with_n", "small"),
-    [  # m = 128: m^2 n, and m^3; in fp64 no restart is needed
+    [  # `with_n` counts multiples of m^2 n, and `small` multiples of m^3, for m = 128. No restart is needed in fp64.
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
-        ("gram", POLAR, FP32, 512, 8, 28),  # one restart in fp32: from X
-        # in fp16 and above n/m = 7/3 it is local: 4 m^2 n + 28 m^3, split products 8 m^3, merging the Q's 2 m^3
+        # In fp32, the Gram form restarts once, with a new Gram matrix of the updated X.
+        ("gram", POLAR, FP32, 512, 8, 28),
+        # In fp16 and with n/m above 7/3, the restart of the Gram form is local. It takes 4 m^2 n + 28 m^3 FLOPs, plus 8
+        # m^3 for split matmuls and 2 m^3 to merge the Q factors.
         ("gram", POLAR, FP16, 512, 4, 38),
         ("gram", POLAR, FP16, 128, 8, 28),
     ],

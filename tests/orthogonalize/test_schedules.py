@@ -49,7 +49,8 @@ def test_schedules_are_the_published_ones_with_the_bands_and_slopes_of_their_pol
         rounding = 8 * len(found.triples) * slope(found) * roundoff(torch.float64)
         pairs = zip(band(found, start), (float(out.min()), float(out.max())), strict=True)
         assert all(abs(a - b) <= missed + rounding for a, b in pairs)
-    # f(s) / s is the slope times 1 + (sum of |b| / a times squares of what comes before): s^2 slope^3 at most
+    # f(s) / s equals the slope times 1 + e, where |e| is at most the sum over all steps of |b| / a times the square
+    # of the step's input. f(s) / s therefore differs from the slope by at most s^2 slope^3.
     tiny = 1e-9
     share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
     assert_near(torch.tensor(share), torch.tensor(slope(found)), tiny**2 * slope(found) ** 3 + roundoff(torch.float32))

@@ -56,7 +56,8 @@ def _node_of(rank: int) -> int:
 
 
 def _side(program: Program, splits: Sequence[int]) -> tuple[int, ...]:
-    """Bytes to or from ranks on the same node and on other nodes, and the number of these ranks."""
+    """Return the bytes that a rank exchanges with its own node and with other nodes, and the number of ranks with which
+    it exchanges them. `splits` has the number of elements for each rank of the bucket."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)

@@ -265,7 +265,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
     (alone, together), *others = RankPool.cached(math.prod(shape.values())).run(_measured, shape, parts)
-    assert all(theirs[1] == together for theirs in others)  # the same bits on every rank
+    assert all(theirs[1] == together for theirs in others)  # The measured logits must have the same bits on every rank.
     for here, wanted in zip(together, alone, strict=True):
         # Each of the two measurements sums 32 terms in q and in k, applies norms and rotations, and sums 8 terms in the
         # product of q and k.

@@ -463,7 +463,7 @@ def over(pattern: str, choice: Any) -> tuple[Callable[[], Any], Any]:
 
 _WRAP = "Build the groups before wrapping"
 _NAMED = r"matches none of the model's 17 parameter names \(did you mean "
-# what is routed, overrides, the error, and what it says
+# Each case gives a function that makes the model, overrides, and the type and message of the expected error.
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (
         lambda: shared(conv=nn.Conv2d(8, 8, 1), deep=nn.Conv2d(8, 8, 1, groups=2)),
@@ -565,7 +565,8 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     routing = {"lr", "adamw_lr", "weight_decay", "adjust_lr_fn", "overrides", "tp_group"}
     arguments = {*ONLY_MUON.difference(VIEW_DEFAULTS), *vars(MuonConfig()), "process_group", *routing}
-    assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}  # what no option is named
+    # The argument `unknown` collects misspelled options.
+    assert set(inspect.signature(Muon).parameters) == {*arguments, "params", "unknown"}
     assert set(inspect.signature(param_groups).parameters) == {"model", *routing}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"

@@ -381,7 +381,8 @@ def test_the_stand_in_refuses_and_records_what_it_says() -> None:
     assert launches_of("_foreach_mul_", (gaps, 2.0)) == 2, "not dense"
 
 
-# name -> what is replaced and by what, options, ranks, what the stand-in records or says
+# Each case gives the function to replace, its replacement, options, the number of ranks, and what the simulated CUDA
+# device must detect: the text of an error, or the counter that exceeds its limit.
 REAL_START = Traffic.start
 FAULTS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
     "norms are summed on the CPU under NCCL": (

@@ -36,7 +36,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # the options with which TransformerEngine tests its Muon; all other scales are names for these
+    # TransformerEngine tests its Muon with the following options. Its other names for learning-rate scales are aliases
+    # of the scales tested here.
     (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
@@ -45,7 +46,8 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
         {"adjust_lr_fn": "spectral", "nesterov": False},
     ),
     (Comparison.with_dense, ("tp row",), {"dtype": torch.bfloat16, "adjust_lr_fn": "unit_rms_norm"}),
-    # the audit's own dense reference, which raises, puts the same matrices together
+    # An audit assembles the same matrices independently, and raises an error if the step differs from its own dense
+    # reference.
     (_audited, ("fsdp2+tp",), {"params": TURNED}),
     *(
         (Comparison.with_dense, ("fsdp2",), {"method": method, "ns_dtype": dtype})
@@ -130,7 +132,7 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `compare_with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
+        # `Comparison.with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
         # the chosen methods.
     )
     return found.traffic.bytes_sent

@@ -54,7 +54,7 @@ FEW = ((2, "fsdp2"), (2, "tp x dp"), (3, "fsdp2"), (3, "tp column"), (3, "megatr
 
 
 def _assert_bitwise(pool: RankPool, layout: str) -> None:
-    """A row of the comparison, beside one process in each rank, whose bits are a fresh process's."""
+    """Assert that two steps on a layout match a single-process run bitwise on every rank."""
     assert all(one.bitwise for one in pool.run(Comparison.with_dense, layout, lr=0.02, steps=2, table=CASES))
 
 
@@ -62,7 +62,8 @@ def _assert_bitwise(pool: RankPool, layout: str) -> None:
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    """FSDP, tensor parallelism, Megatron's shards; a fresh process has a rank's bits."""
+    """The reference runs in the rank's own process. The test of one optimizer per matrix shows that such a process has
+    the bits of a fresh process."""
     _assert_bitwise(RankPool.cached(world), layout)
 
 

@@ -75,8 +75,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running. A process that ends between the signal and the read of /proc is not. Without
-    /proc, a zombie counts as running."""
+    """Return whether a process is running. A process that ends after the signal was sent and before /proc is read
+    counts as ended. Without /proc, a zombie counts as running."""
     try:
         os.kill(pid, 0)
         try:
@@ -127,8 +127,8 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# Each case gives a function, its arguments, whether exceptions are caught, the expected error class of each failing
-# rank with whether that rank returned, and words of the error message.
+# Each case gives a function, its arguments, whether exceptions are caught, the failure expected on each rank (error
+# class, and whether the rank returned), and words of the error message.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),
@@ -239,7 +239,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: RankPool.cached(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # these start no ranks
+    for size in (5, 1, 6, 7):  # Requesting a pool does not start its ranks.
         RankPool.cached(size)
     assert RankPool.cached(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))

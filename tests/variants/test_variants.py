@@ -29,7 +29,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """A stage on a batch of matrices, as it stands in a step."""
+    """Apply a post-processing stage (NorMuon, ..) to a batch of matrices as a step does."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)

@@ -70,14 +70,15 @@ _NORM = "norm"  # dict key of the norm of the weights; all other keys belong to 
 _FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
 _TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
 _BLIND = 0.5  # largest allowed difference at which a correct update can still be distinguished from a wrong one
-_SLACK = 0.2  # tolerance for singular values, because rounding changes them, and raises the smallest values most
+_SLACK = 0.2  # Tolerance for singular values. Rounding changes singular values, and raises the smallest ones most.
 _FEW = 4  # number of elements that a perturbed run moves by one spacing, as a different order of sums would
 _TOGETHER = 64  # maximum number of spacings by which all elements move together; at 4, many runs would round equally
 _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
 _OWN = 1e-9  # relative error of the reference, which squares singular values in a Gram matrix and so loses small values
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which doubles this number
 _EPS = torch.finfo(torch.float32).eps
-_ROUNDINGS = 4  # a norm, its stored value, the factor from it, and the factor times an element are each rounded once
+# Number of roundings: a norm, its stored value, the factor computed from the norm, and the factor times an element.
+_ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
 
@@ -238,7 +239,8 @@ class _Evidence:
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0  # smallest divisor of method "torch"
+        # method "torch" divides a matrix by at least TORCH_EPS
+        least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
         result = self.arithmetic.orthogonalized(bordered, nudged=True)[1:-1, 1:-1]
@@ -251,7 +253,8 @@ class _Evidence:
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much updates vary over `count` reordered runs. Returns the same pair as `_beside`.
+        """Measure how much updates vary over `count` reordered runs. Returns a function that measures a difference
+        relative to this variation, and the largest measure that is allowed.
 
         The rounding error is taken to be at least one spacing of the largest weight in every direction. If stages store
         values in fp32, the rounding error is also taken to be at least one fp32 eps of the result: up to four roundings
@@ -265,8 +268,8 @@ class _Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns the same
-        pair as `_beside`."""
+        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns a function
+        that measures a difference relative to this variation, and the largest measure that is allowed."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -448,7 +451,7 @@ def _judge_numbers(e: _Evidence) -> None:
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # allow for the rounding of a mean of squares and its running average, or of a norm, to fp32
+        # Allow for rounding to fp32: of a mean of squares and its running average, or of a norm.
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)
@@ -487,7 +490,8 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        # Singular values from a Gram matrix are accurate only to about sqrt(eps).
+        # Singular values that are computed from a Gram matrix are accurate only to about sqrt(eps), which is enough for
+        # this test.
         applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
@@ -519,8 +523,8 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses about stages that preserve the norm of the weights. Either a stage did not run, or it used the norm
-    of a shard or half, and perhaps stored that norm, instead of the norm of the whole matrix."""
+    """Yield guesses (simulated faults) about stages that preserve the norm of the weights. Either a stage did not run,
+    or it used the norm of a shard or half, and perhaps stored that norm, instead of the norm of the whole matrix."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:
@@ -543,7 +547,8 @@ def _of_stages(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses in which the update has the right direction but a wrong length, or is clamped."""
+    """Yield guesses (simulated faults) in which the update has the right direction but a wrong length, or is
+    clamped."""
     rows, cols = e.shape
     for m, n in {e.dense[block].shape for block in e.blocks} - {e.shape}:
         scale = lr_scale(e.settings.adjust_lr_fn, m, n)
@@ -558,7 +563,8 @@ def _of_lengths(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses in which parts of the matrix were orthogonalized separately or swapped with each other."""
+    """Yield guesses (simulated faults) in which parts of the matrix were orthogonalized separately or swapped with each
+    other."""
     for what, blocks in _parts(e).items():
         result = torch.zeros_like(e.dense)
         for block in blocks:
@@ -578,8 +584,8 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
 
 
 def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
-    """Yield guesses in which the matrix received the result of another matrix, the transpose of its own result, or the
-    result for a wrong input, or in which it was not orthogonalized."""
+    """Yield guesses (simulated faults) in which the matrix received the result of another matrix, the transpose of its
+    own result, or the result for a wrong input, or in which it was not orthogonalized."""
     for other in others:
         if other is not e and other.row.compared:
             yield "results_swapped", f"it is the update of {other.row.name}", other.dense

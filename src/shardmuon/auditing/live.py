@@ -196,8 +196,8 @@ class StepAudit:
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # the keeper decodes 8-bit momentum
-        yield "gradient", layout, self._proposal.grads[number]  # gradients are in the parameters' layouts
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # `Keeper.values` decodes 8-bit momentum
+        yield "gradient", layout, self._proposal.grads[number]  # gradients have the same layouts as the parameters
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
@@ -267,7 +267,7 @@ class StepAudit:
         item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._sets) > 1:
-            name += f" (rank {self._rank})"  # other ranks can have a parameter of the same name
+            name += f" (rank {self._rank})"  # name the rank, because other ranks can have a parameter of the same name
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         status = next((f"not checked: {stage}" for stage in arithmetic.unchecked), _NO_GRADIENT)
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)

@@ -178,7 +178,8 @@ class Arithmetic:
         s, weights = self.settings, before.to(self.weights)
         if self.choice.method == "torch" and self.rounding is None and not s.cautious:
             update = update.to(weights.device, self.wire)
-            if update.shape[0] > update.shape[1]:  # use torch's strides, because half-precision results depend on them
+            # half-precision results depend on the strides, so use those of torch.optim.Muon
+            if update.shape[0] > update.shape[1]:
                 update = update.mT.contiguous().mT
             return weights.mul(self._decay_factor).add_(update, alpha=-s.lr * scale)
         wide = weights.to(torch.promote_types(self.weights, torch.float32))

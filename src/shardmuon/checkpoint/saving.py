@@ -81,7 +81,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             nothing is written.
         ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
     """
-    if optimizer.in_step:  # a vote is impossible while other ranks are still in the step's exchanges
+    if optimizer.in_step:  # if a step is running, other ranks are still in its exchanges and cannot vote
         optimizer.refuse_torn()
 
     with Refused.made_public():
@@ -145,7 +145,9 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        of_file.pop(CARRIED, None)  # under FSDP1, groups contain variant state, which `state` has, too
+        # Under FSDP1, the saved groups contain the variants' state. It is dropped here, because `state` contains it as
+        # well.
+        of_file.pop(CARRIED, None)
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
 
@@ -263,7 +265,8 @@ class _Shard(torch.Tensor):
     torch.distributed.checkpoint for tensors of other libraries.
     """
 
-    _views: dict[torch.Size, Tensor]  # offset of a box in the global tensor -> view of this box in local storage
+    # offset of a rectangular block in the global tensor -> view of the block in local storage
+    _views: dict[torch.Size, Tensor]
 
     @staticmethod
     def __new__(cls, storage: Tensor, layout: ParamLayout) -> _Shard:
@@ -310,7 +313,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                if is_cut:  # use_muon=True makes engines reject layouts without rows and columns
+                if is_cut:  # With use_muon=True, engines reject layouts that do not divide into rows and columns.
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
             if id(param) in names and type(param.data) is Tensor and is_marked(param):
@@ -320,7 +323,8 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 )
     table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
-    def remember() -> None:  # store global shapes, because a tensor-parallel shard does not have its global shape
+    # Record the global shape of each parameter, because a tensor-parallel shard does not show it.
+    def remember() -> None:
         for one, layout in zip(table.params, table.layouts, strict=True):
             engine_for(one.param, one.group).remember(one.param, layout.view.shape)
 
@@ -357,7 +361,8 @@ def _as_global(
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        if not isinstance(engine_of(one.param), FlatEngine):  # FSDP1 has already converted its own weights
+        # FSDP1 has already converted the weights of its own shards
+        if not isinstance(engine_of(one.param), FlatEngine):
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})
         for key, value in of_one.items():
@@ -391,7 +396,7 @@ def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:
 # ----------------------------------------------------------------------------------------------------- reading files
 
 
-# (module, name) of everything that the metadata of a checkpoint refers to
+# (module, name) of every type and function to which the metadata of a checkpoint may refer
 _ALLOWED = frozenset(
     {
         ("collections", "OrderedDict"),
@@ -434,7 +439,8 @@ class _Reader(FileSystemReader):
         Raises:
             ValueError: The metadata names a type or function that no checkpoint needs.
         """
-        for file in sorted(Path(self.path).glob("*.metadata")):  # one file for all ranks, or one file per rank
+        # torch.distributed.checkpoint writes one metadata file for all ranks, or one per rank.
+        for file in sorted(Path(self.path).glob("*.metadata")):
             try:
                 with file.open("rb") as stream:
                     _MetadataUnpickler(stream).load()

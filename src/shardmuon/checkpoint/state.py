@@ -65,7 +65,9 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
         view = view_of("", param, group)
         if BUFFER not in state:
             keeper.start(param, view.num_row_dims, state)
-        if view.matrices:  # if the layout of a shard is still unknown, the first step creates this state
+        # A shard whose layout is still unknown has no matrices. The first step creates the state of its post-processing
+        # stages.
+        if view.matrices:
             engine, stacked = engine_for(param, group), view.num_row_dims == 2
             for key, shape in _state_shapes(stages_of(group), view).items():
                 if state.get(key) is None:
@@ -73,8 +75,8 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
 
 
 def read_state(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups, which do not change
-    saved: Mapping[str, Any],  # from `Optimizer.state_dict`; identifies parameters by number or by name
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups; not modified
+    saved: Mapping[str, Any],  # result of `Optimizer.state_dict`, which identifies parameters by number or by name
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Check a state dict and convert it for an optimizer.
@@ -106,7 +108,8 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not UnitPlace.is_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            elif found or (unsaved and _kept_keys(group)):  # the state of a variant exists even for an empty shard
+            # a variant's state exists on every rank, even for an empty shard
+            elif found or (unsaved and _kept_keys(group)):
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
     if lacking:
@@ -122,7 +125,8 @@ def _with_carried(
     entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
     groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
 ) -> Mapping[Any, Any]:
-    """Copy a saved state, and add the stage state that the saved groups contain."""
+    """Copy saved state, and add the state of post-processing stages (such as NorMuon's second moments) that the saved
+    groups contain."""
     found = dict(entries)
     for group in groups:
         for position, kept in (group.get(CARRIED) or {}).items():
@@ -181,7 +185,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
     kept = {"params", CARRIED}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
-        kept.add("eps")  # torch.optim.Muon's eps must not replace AdamW's
+        kept.add("eps")  # torch.optim.Muon's eps must not replace the eps of AdamW
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
@@ -197,7 +201,7 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.
     """
-    # parts of names that torch.compile, FSDP1, activation checkpointing and DDP add
+    # Ignore the parts of names that torch.compile, FSDP1, activation checkpointing and DDP add.
     added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
@@ -252,7 +256,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
     there = {*found} if isinstance(found, Mapping) else set()
     keys = sorted(map(str, there)) if isinstance(found, Mapping) else type(found).__name__
     if kind == "Muon" and BUFFER not in there and UnitPlace.is_elsewhere(p):
-        needed.discard(BUFFER)  # for an empty FSDP1 shard, a rank has only the variant's state
+        needed.discard(BUFFER)  # a rank with an empty FSDP1 shard has no momentum, only the variant's state
     lacking = sorted(needed - there)
     if kind == "Muon" and lacking and BUFFER not in lacking:
         raise ValueError(
@@ -282,11 +286,12 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE:  # `Keeper.coded_fault` has already checked this value
+    if key == SCALE:  # `Keeper.coded_fault` has already checked the scales of 8-bit momentum
         return keeper.take(p, key, value)
     is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))  # raises an error if shape or placement differs
+    # `state_storage` raises ValueError if shape or placement differs
+    state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

@@ -67,7 +67,8 @@ def _worst(found: Iterable[float]) -> float:
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-_SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}  # name of a set -> names of its layouts
+# name of a set of layouts -> names of the layouts
+_SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -86,7 +86,7 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-_Row = tuple[float, float, float, float]  # a size, and the least, middle and largest value for the size
+_Row = tuple[float, float, float, float]  # (size, least value, middle value, largest value)
 # Array of shape (3,) with the least, middle and largest value of a number, or the best, middle and worst value of an
 # estimate.
 _Ends = NDArray[np.float64]

@@ -655,12 +655,12 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # users get these warnings from the live job
+        with warnings.catch_warnings():  # hide warnings, because the live job issues the same ones
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec
+        self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec of a parameter
 
     def spec_of(self, placed: _Placed) -> Spec:
         param, layout, place = placed

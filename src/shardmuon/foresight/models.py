@@ -76,7 +76,7 @@ def _active_of(module: nn.Module) -> int:
     experts, because the number of experts per token is unknown."""
     held = [(p, places) for p, places in Placed.all_in(module) if not all(place.is_table for place in places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
-    # A 3-D parameter is a stack of experts.
+    # A 3-D parameter counts as a stack of experts.
     has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
@@ -99,7 +99,7 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # transformers does not tie weights on the meta device by itself
+    if hasattr(model, "tie_weights"):  # on the meta device, transformers does not tie weights by itself
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
@@ -114,7 +114,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    sys.path.insert(0, folder)  # make modules in this folder importable, like `python -m`
+    sys.path.insert(0, folder)  # put the folder on the import path, as `python -m` does with the current folder
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
     finally:
@@ -128,7 +128,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------ modules from shapes
 
-_Make = Callable[[Ints], nn.Module]  # makes a module from the shape of its first parameter
+_Make = Callable[[Ints], nn.Module]  # function that makes a module from the shape of the module's first parameter
 
 
 @cache
@@ -193,7 +193,7 @@ _DECODER: Mapping[str, Any] = {
     # "gated" has gate, up and down projections. "plain" is GPT-2's layer, with two linear layers that are stored
     # transposed and have biases, LayerNorm with biases, and learned positions.
     "mlp": "gated",
-    "max_position_embeddings": 0,  # number of learned positions if "mlp" is "plain"
+    "max_position_embeddings": 0,  # number of learned positions, used only if "mlp" is "plain"
     "num_experts": 0,
     "moe_intermediate_size": 0,
     "num_shared_experts": 0,  # experts that are always active, fused into one dense layer

@@ -284,7 +284,7 @@ class _Pricer:
             (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
             for group, bucket in held
         ]
-        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # the slowest rank determines an exchange's time
+        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # the slowest rank determines how long an exchange takes
         for key, phases in self._phases:
             for phase in [phase for phase in _EXCHANGES if phase in phases]:
                 known = slowest.setdefault((key, phase), dict(phases[phase]))
@@ -398,7 +398,8 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            members[key] += rank.count / bucket.num_ranks  # the sum is the number of groups of ranks
+            # a group of n ranks adds n times 1/n, so the sum is the number of groups
+            members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
 
@@ -481,7 +482,7 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # maximum number of rows in the list of ranks or of extrapolated numbers
+_MANY = 12  # largest number of rows in the report's lists of ranks and of extrapolated numbers
 
 
 class _Section(NamedTuple):
@@ -552,7 +553,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak  # `need` is an upper bound, because `peak` is one
+    need = largest.stored.total + largest.peak  # `peak` is an upper bound, so `need` is one, too
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > 0.9 * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)

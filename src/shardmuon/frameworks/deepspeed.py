@@ -181,11 +181,11 @@ class _DeepSpeedHost(Host):
         self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flat buffers
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
         self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
-        self._num_stepped = 0  # number of flat buffers stepped in this training step
+        self._num_stepped = 0  # number of flat buffers that have been stepped in the current training step
 
     @property
     def _params(self) -> list[Tensor]:
-        """Model parameters that the optimizer's groups contained originally."""
+        """Model parameters that the optimizer's groups contained before DeepSpeed replaced them by flat buffers."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
@@ -227,7 +227,8 @@ class _DeepSpeedHost(Host):
                 state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             names, flats = [name for name, _ in named], group["params"]
-            if group.setdefault("param_names", names) != names:  # DeepSpeed has assigned another group's options
+            # If DeepSpeed has assigned the options of another group, restore the group's own options.
+            if group.setdefault("param_names", names) != names:
                 group.clear()
                 group.update(self._options[index], params=flats, param_names=names)
             self._options[index] = _options(group)
@@ -247,7 +248,9 @@ class _DeepSpeedHost(Host):
             run_together(lambda: self._take_over(core, state_dict), (my_rank(),) if alone else None)
         except Refused as refused:
             self.restore_groups(core)
-            if not alone:  # other ranks can have loaded new state, and all ranks have loaded new weights
+            # Other ranks may have loaded new state, and all ranks have loaded new weights, so the optimizer must refuse
+            # further steps.
+            if not alone:
                 core.broken = f"a checkpoint was not loaded: {refused}. {ExchangeError.REMEDY}"
             raise
 
@@ -262,7 +265,8 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # The first group gets the state of all groups: stage 3 loads only this group of a universal checkpoint.
+            # Put the state of all groups into the first group, because stage 3 loads only this group of a universal
+            # checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -309,10 +313,10 @@ class _DeepSpeedHost(Host):
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
-        """Take one of the calls of `step()` in a training step, for the groups that DeepSpeed put into
-        `core.param_groups`."""
+        """Handle one of the calls of `step()` that DeepSpeed makes in a training step, for the groups that DeepSpeed
+        put into `core.param_groups`."""
         try:
-            # True if a new training step begins, see [Note: one vote before the first call].
+            # This condition is true if a new training step begins, see [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -343,7 +347,7 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # the state of a swapped flat buffer is made when the flat buffer is stepped
+            if not known.swapped:  # the state of swapped flat buffers is created later, by `_step_flats`
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
@@ -370,7 +374,7 @@ class _DeepSpeedHost(Host):
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        if zero3 is not None:  # at stage 3, a group contains its flat buffers only during their step
+        if zero3 is not None:  # at stage 3, a group contains a flat buffer only while DeepSpeed steps the flat buffer
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
 
@@ -387,7 +391,9 @@ class _DeepSpeedHost(Host):
         elif "exp_avg" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(flat)
-            if not known.swapped:  # DeepSpeed would write the expanded tensor to a file at full size
+            # A swapped flat buffer gets no `exp_avg_sq`, because DeepSpeed would write the expanded tensor to a file at
+            # full size.
+            if not known.swapped:
                 state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
         elif state["exp_avg"].shape != flat.shape:
             raise ValueError(
@@ -465,7 +471,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
     wrong = [part.param for part in slices if id(part.param) not in known]
-    if zero3 is None:  # at stage 3, some parameters of the group can belong to other sub-groups
+    if zero3 is None:  # at stage 3, a flat buffer has only some parameters of the group, those of one sub-group
         wrong += [p for p in params if p.requires_grad and id(p) not in found]
     if wrong:
         raise ValueError(
@@ -528,7 +534,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With other values of these options, DeepSpeed partitions parameters in another way than the code below assumes, or
+    # With other values of these options, DeepSpeed partitions parameters differently than the code below assumes, or
     # steps parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
@@ -618,7 +624,8 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
     the parameter's slice of the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    home = part.param.device if part.param.device.type != flat.device.type else None  # set if ZeRO offloads
+    # The shard needs a home device only if ZeRO offloads the flat buffer to another device than the model's.
+    home = part.param.device if part.param.device.type != flat.device.type else None
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
 
@@ -678,7 +685,8 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
     names = {id(p): name for name, p in named}
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]  # offset in the buffer; numel with padding
+        # position of the gradient in the sub-group's buffer, and number of elements with padding
+        _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         if numel * size >= least and offset * size % _PAGE:
             name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
             raise ValueError(
@@ -734,9 +742,10 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # load the state file, and read the swap files again
+        zero3.load_state_dict([saved] * num_ranks())  # load this rank's optimizer state, and read the swap files again
         zero3.checkpoint_event_epilogue()
-        engine.loaded_checkpoint_dp_world_size = None  # otherwise, `_refuse_loaded` would refuse the next step
+        # otherwise, `_refuse_loaded` would raise an error in the next step
+        engine.loaded_checkpoint_dp_world_size = None
     return found
 
 
@@ -774,7 +783,8 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    for number, numel in enumerate(swapped):  # DeepSpeed saves swapped tensors empty, but loads only full-size ones
+    # DeepSpeed saves swapped state tensors empty but loads only full-size tensors, so replace the empty ones by zeros.
+    for number, numel in enumerate(swapped):
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():
             if isinstance(value, Tensor) and value.shape == (0,):

@@ -40,12 +40,14 @@ class _FSDP1Host(Host):
             kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
             dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
             if not dtypes or any(SCALE in state[key] for key, _ in members):
-                continue  # there is no state yet, or the momentum is 8-bit, which FSDP1 cannot save
-            dtype = reduce(torch.promote_types, dtypes)  # this dtype represents all values exactly
+                continue  # the unit has no state yet, or its momentum is 8-bit, which FSDP1 cannot save
+            dtype = reduce(torch.promote_types, dtypes)  # `dtype` represents the values of all state tensors exactly
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
                 state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
-        if units:  # FSDP1 saves only state that is as long as the parameter, so the groups carry the variants' state
+        # FSDP1 saves only state tensors that are as long as their parameter, so the variants' state is saved in the
+        # groups.
+        if units:
             carry_by_position(saved)
 
 

@@ -100,7 +100,7 @@ def get_megatron_optimizer(
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
-    with fault:  # record errors of this rank, because `_aligned` raises them on all ranks
+    with fault:  # Catch errors on this rank; `_aligned` then raises the first of them on all ranks.
         given = Rule.parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
@@ -210,7 +210,8 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "ns_steps": config.muon_num_ns_steps,
         **given,
     }
-    if "ns_coefficients" in given:  # the config's number of steps is meant for the config's coefficients
+    # the config's number of Newton-Schulz steps is valid only for the config's own coefficients
+    if "ns_coefficients" in given:
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
         mode, extra = config.muon_scale_mode, config.muon_extra_scale_factor
@@ -245,7 +246,7 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
     """Return the indices of the overrides that match a parameter of the given model chunk. An override that matches no
-    parameter here can match one on another pipeline stage."""
+    parameter of this chunk can match a parameter on another pipeline stage."""
     found = Placed.all_in(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
@@ -284,14 +285,16 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # Muon's own default can differ between pipeline stages
+        # Without a value, `param_groups` would choose an lr that depends on the matrices of this pipeline stage.
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,
         weight_decay=config.weight_decay,
         overrides=[(rule.pattern, rule.options) for rule in rules],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
     for group in made:
-        group.pop("tp_group", None)  # groups must be equal on all ranks; `Muon` gets the process group
+        # `_aligned` compares the parameter groups of all ranks, so process groups are added to them only later.
+        group.pop("tp_group", None)
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
             group.setdefault("eps", config.adam_eps)
@@ -311,7 +314,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # raise an error for invalid tensor-parallel attributes
+                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -393,9 +396,12 @@ def _wrapped(
         muon.hosts.insert(0, _WholeHost(groups.pp.size() > 1 or (expert and groups.ep.size() > 1)))
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
     for param in wrapped.get_parameters():
-        param.requires_grad_(True)  # Megatron's fp32 main weights do not require gradients, like frozen parameters
+        # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
+        param.requires_grad_(True)
         if tp_group is None:
-            param.tensor_model_parallel = False  # Megatron's layers set True even without tensor parallelism
+            # Megatron's layers set this attribute to True even without tensor parallelism, and the parameter would be
+            # taken for a shard.
+            param.tensor_model_parallel = False
     return wrapped
 
 
@@ -450,8 +456,8 @@ class _WholeHost(Host):
 
 
 class _Unfinished(Host):
-    """Temporary integration while Megatron's wrapper is being made. While it is made, the wrapper saves and loads the
-    optimizer's state, although the shards in the optimizer's groups have not been described yet."""
+    """Temporary integration that is active while Megatron's wrapper is constructed. Its constructor saves and loads the
+    optimizer's state at a time when the shards in the optimizer's groups have not been described yet."""
 
     @property
     def is_active(self) -> bool:
@@ -473,7 +479,7 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            if not group["use_muon"]:  # AdamW's shards have no replicas, so they need no process group
+            if not group["use_muon"]:  # each of AdamW's shards exists on one rank only, so they need no process group
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
             for name in names:
@@ -486,7 +492,7 @@ class _ShardHost(_Unfinished):
         state dict's groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().load(core, state_dict)
-        for weight in self.weights(core):  # remove old values, because Megatron loads into existing state
+        for weight in self.weights(core):  # Megatron loads into existing state, so remove the variant's old state.
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
@@ -536,7 +542,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Any) -> list[Weight]:
-        """List the shards of all matrices. AdamW's parameters are left out."""
+        """List the shards of all matrices, but not AdamW's parameters."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
@@ -583,7 +589,7 @@ def _optimizer_class(base: type) -> type:
 
 
 def _distributed_optimizer(
-    base: type,  # Megatron's DistributedOptimizer
+    base: type,  # Megatron's class DistributedOptimizer
     muon: Muon,
     *args: Any,  # other positional arguments of `base`, up to init_state_fn
     process_group: Any,
@@ -607,15 +613,17 @@ def _distributed_optimizer(
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
     shards: dict[Tensor, Tensor] = dict(zip(whole, parts, strict=True))
     for part in shards.values():
-        part.requires_grad_(True)  # Megatron's shards do not require gradients, like frozen parameters
+        part.requires_grad_(True)  # Megatron's shards have requires_grad=False, so `Muon` would treat them as frozen.
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:  # AdamW's groups keep Megatron's shards
+        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron has made
             group["params"] = []
             for order, param in enumerate(params):
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    shard.grad = torch.empty_like(shard)  # Megatron unscales all gradients, but does not set this one
+                    # Megatron unscales the gradients of all shards but never sets the gradient of an empty shard, so
+                    # set it once.
+                    shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start
                     wrapped.model_param_group_index_map[param] = index, order

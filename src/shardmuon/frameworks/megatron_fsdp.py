@@ -48,7 +48,7 @@ class _MegatronFSDPEngine(DTensorEngine):
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # These checks run for every DTensor in every step, so they must be cheap.
+        # `recognizes` is called for every DTensor in every step, so its checks must be cheap.
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
@@ -101,7 +101,8 @@ class _MegatronFSDPCopy(Engine):
         )
 
 
-register(_MegatronFSDPCopy())  # tried before `_ENGINE`, because version 2 has DTensors
+# This engine is tried before `_ENGINE`, because parameters of Megatron-FSDP's version 2 are DTensors, too.
+register(_MegatronFSDPCopy())
 
 
 # ---------------------------------------------------------------------------------------------- position of storage
@@ -187,7 +188,8 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # `storage` here would make a reference cycle
+    # `storage` will hold this function, so using `storage` in the function would make a reference cycle.
+    def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
         if not chunk.sizes.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())

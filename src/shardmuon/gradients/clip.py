@@ -86,10 +86,12 @@ def clip_grad_norm_(
             gradients are set to None, so that no rank can take a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if isinstance(parameters, SETS):  # checked before any communication, so that no other rank waits for this rank
+    # A set is refused before any communication, so that no other rank waits for this rank.
+    if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
-        parameters = list(parameters)  # an iterator can be consumed only once
+        # convert iterators, because `_listed_of` may need two tries and an iterator can be consumed only once
+        parameters = list(parameters)
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
     fault, listed = Fault(), list[Listed]()
     refused: str | None = None
@@ -101,7 +103,8 @@ def clip_grad_norm_(
         hosts = getattr(parameters, "hosts", None)
         host = hosts.active if isinstance(hosts, Hosts) else None
         refused = Hosts.clipped(one.param for one in listed) if host is None else host.clipping
-    if refused is not None:  # raised on every rank, because a framework owns and clips the gradients
+    # The error is raised on every rank, because all ranks use the framework that owns and clips the gradients.
+    if refused is not None:
         raise ValueError(refused)
     fault.add(None if norm_type > 0.0 else f"norm_type={norm_type} must be above 0")
     fault.add(None if max_norm >= 0.0 else f"max_norm={max_norm} must be at least 0")
@@ -157,7 +160,7 @@ def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        # `use_muon` is False, because clipping does not need matrices
+        # `use_muon` is False, because clipping needs no matrices, so parameters of any shape are accepted.
         options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
@@ -210,7 +213,8 @@ class _BoundGradients(Agreed):
             if claim.uncounted is not None:
                 raise ValueError(f"{one.name}: {claim.uncounted}")
             given = GroupRef.of(one.group.get("process_group"))
-            if given is None or given.ranks:  # without `process_group=()`, other ranks can have replicas
+            # unless the option `process_group` is (), other ranks may have replicas of this tensor
+            if given is None or given.ranks:
                 if len(layout.ranks) < len(table.component):
                     self.loose.setdefault((layout.ranks, layout.view.shape), []).append(number)
             elif len(layout.ranks) == 1 and beyond is None and len(table.component) < num_ranks():
@@ -224,8 +228,9 @@ class _BoundGradients(Agreed):
 
 def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, object]]:
     """Make the cache key for a list of parameters: the name, id, options and engine (layout adapter) of each parameter,
-    and the engine's summary of the parameter's layout. A new tensor can reuse the id of an old tensor. If the keys are
-    equal all the same, both tensors have the same layout, so the cached layouts are valid for the new tensor."""
+    and the engine's summary of the parameter's layout. A new tensor can reuse the id of a deleted tensor. If the
+    keys are nevertheless equal, both tensors have the same layout, so the cached layouts are valid for the new
+    tensor."""
     known = [(one, engine_for(one.param, one.group)) for one in params]
     return [(one.name, id(one.param), one.group, engine, engine.signature(one.param)) for one, engine in known]
 
@@ -286,7 +291,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def known(self) -> _BoundGradients | None:
         found: _BoundGradients | None = _BOUND.get(self.params[0].param) if self.params else None
-        # a binding that was cached for a different `process_group` is invalid, because different ranks vote
+        # A binding that was cached for a different `process_group` is invalid, because other ranks took part in its
+        # vote.
         return found if found is not None and found.beyond == self.beyond else None
 
     def is_current(self, kept: _BoundGradients) -> bool:
@@ -301,12 +307,13 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        if all(has_params for _, has_params in everyone):  # without parameters, a rank has no key for the cache
+        # a rank without parameters has no cache key, and either all ranks use the cache or none does
+        if all(has_params for _, has_params in everyone):
             _BOUND[self.params[0].param] = kept
 
     def read(self, kept: _BoundGradients) -> Ballot:
-        """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's
-        ballot."""
+        """Read this rank's gradients, compute the norms of those that this rank counts, and return this rank's ballot
+        for the vote."""
         self.states, self.held = [GradientState.NONE] * len(self.params), {}
         for number, one in enumerate(self.params):
             if one.param.grad is None:
@@ -333,8 +340,8 @@ class _Clipping(TableCall[_BoundGradients]):
             norms[key] = _norm_of([own.pop(n) for n in numbers if n in own], self.norm_type)
         for (ranks, shape), norm in norms.items():
             facts: tuple[Any, ...] = ranks.index(my_rank()), shape, norm
-            # norms of fewer than 64 bf16 elements per rank are often equal by chance: for single elements, the norms
-            # of 1 in 500 pairs are equal
+            # Norms of fewer than 64 bf16 elements per rank are often equal by chance (for single elements, the norms of
+            # 1 in 500 pairs are equal), so the norms of all loose gradients on these ranks must be equal, too.
             if math.prod(shape) * len(kept.loose[ranks, shape]) < 64 * len(ranks):
                 facts += (_combine([other for (on, _), other in norms.items() if on == ranks], self.norm_type),)
             if norm:
@@ -386,8 +393,10 @@ class _Clipping(TableCall[_BoundGradients]):
 # ------------------------------------------------------------------------------------- norms of local tensors
 
 
-_SMALL = 1 << 12  # elements; smaller tensors are concatenated, because a copy takes less time than a separate norm
-_CHUNK = 1 << 22  # elements; larger tensors are split into such chunks, because on CPUs torch copies a chunk to fp64
+# number of elements; smaller tensors are concatenated, because a copy takes less time than a separate norm
+_SMALL = 1 << 12
+# number of elements; larger tensors are split into chunks, because torch makes an fp64 copy of a chunk on CPUs
+_CHUNK = 1 << 22
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:

@@ -87,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale every gradient in place, and set `found_inf` to 1 on all ranks if any rank has a gradient that is not
         finite, else to 0. Collective over the ranks of `process_group`."""
         fault, bad, flags = Fault(), False, list[Tensor]()
-        with fault:  # `settle` reports errors in this block to the other ranks
+        with fault:  # exceptions in this block are stored in `fault`, and `settle` reports them to the other ranks
             named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
             grads = [(name, param.grad) for name, param in named if param.grad is not None]
             for name, grad in grads:
@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
                         "fp32 and compute in fp16 by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype="
                         "torch.float16, reduce_dtype=torch.float32)"
                     )
-            # if any gradient on this rank is unusable, no gradient on this rank may change
+            # If any gradient on this rank is unusable, unscale none, so that no gradient on this rank changes.
             stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
             for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
                 flags.append(torch.zeros((), dtype=torch.float32, device=device))

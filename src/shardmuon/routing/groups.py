@@ -238,7 +238,8 @@ def param_groups(
         _check_usable(w)
         if w.use_muon:
             w.options, w.matrices = _muon_options(w, {"use_muon": True, **both, **scale})
-            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})  # checks numbers and lr scale
+            # raise ValueError for invalid numbers, such as a negative lr, and for an unknown learning-rate scale
+            check_hyperparameters(f"{w.name}: ", {**w.options, "use_muon": False})
     if not any(w.use_muon for w in trained):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
@@ -429,11 +430,13 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
     shape, problem = placed.shape({"process_group": given.get("process_group"), "tp_group": ref})
     if problem:
         role = Role("unknown", problem)
-    elif getattr(param, "is_embedding_or_output_parameter", False):  # set by Megatron on pipeline stages
+    # Megatron sets the attribute `is_embedding_or_output_parameter` on the weights of embeddings and output layers.
+    elif getattr(param, "is_embedding_or_output_parameter", False):
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = placed.role(shape)
-    settled = given.get("use_muon", getattr(param, "use_muon", None))  # DeepSpeed sets the same attribute
+    # DeepSpeed also sets the attribute `use_muon` of parameters
+    settled = given.get("use_muon", getattr(param, "use_muon", None))
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
     return _RoutedParam(param, places, shape, role, rule, settled)
@@ -467,7 +470,8 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    if isinstance(view["split_sizes"], list):  # groups compare the printed form of options
+    # Parameters are grouped by the printed form of their options, in which a list differs from an equal tuple.
+    if isinstance(view["split_sizes"], list):
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in options.items() if key not in VIEW_DEFAULTS}
     changed = {key: value for key, value in view.items() if value != VIEW_DEFAULTS[key]}
@@ -499,7 +503,8 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
         tables = [w for w in tables if id(w.param) in words or _is_tied(w)]
     sizes = dict.fromkeys(w.shape[0] for w in tables)
     known = {w.shape[0] for w in matrices if w.name in heads}  # row counts of all heads found so far
-    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}  # heads chosen by the user
+    # Linear layers that the user has assigned to AdamW, and that have as many rows as an embedding, count as heads.
+    known |= {w.shape[0] for w in linear if w.settled is False and w.shape[0] in sizes}
     known |= {w.shape[0] for w in tables if id(w.param) in named or _is_tied(w)}
     read = {size for w in weights for size in w.role.reads}
     for size in [size for size in sizes if size not in read]:
@@ -547,7 +552,8 @@ def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
         for hook in hooks:
             try:
                 answer: Any = getattr(module, hook)()
-            except (NotImplementedError, AttributeError, TypeError):  # missing, abstract or with required arguments
+            # Skip a module whose method named in `hooks` is missing, abstract or has required arguments.
+            except (NotImplementedError, AttributeError, TypeError):
                 continue
             for part in answer if isinstance(answer, (tuple, list)) else [answer]:
                 found |= {id(p): hook for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
@@ -733,5 +739,5 @@ def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool
 
 
 def _override(names: Iterable[str], choice: str) -> str:
-    """Format the source code of an `overrides` argument that makes the same choice for all these parameters."""
+    """Format the source code of an `overrides` argument that makes the same choice for all given parameters."""
     return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

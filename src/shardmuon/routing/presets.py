@@ -33,7 +33,7 @@ _Kind = Literal[
     "norm",
     "entries",  # not a linear map: vectors, tables, rates, biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
-    "pairs",  # the last dim is 2, as in complex numbers stored as real numbers
+    "pairs",  # the last dim is 2, as if complex numbers were stored as pairs of real numbers
     "unclear",  # the shape is known, but not how to read the parameter as matrices
     "unknown",  # the parameter's unsharded shape cannot be determined
 ]
@@ -89,7 +89,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    continue  # the module has a different version, or is an unrelated class with this name
+                    # The module must be another version of the type, or an unrelated class with the same name.
+                    continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)
         return None
@@ -121,7 +122,7 @@ class _Preset:
 
 
 def _split(sizes: Sequence[Any], repeats: Any = 1, **view: Any) -> _View:
-    """Make view options for a weight that consists of parts with these sizes, in this order. The whole sequence of
+    """Make view options for a weight that consists of parts with the given sizes, in this order. The whole sequence of
     parts occurs `repeats` times."""
     groups = {"split_groups": int(repeats)} if repeats > 1 else {}
     return {**view, "split_sizes": tuple(map(int, sizes)), **groups}
@@ -172,14 +173,14 @@ _KNOWN_EXPERTS = (
 _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
 
 _PRESETS: tuple[_Preset, ...] = (
-    # modules of torch
+    # presets for modules of torch
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _rows(3)),
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
     _Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _rows(4)),
     _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
     _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     _Preset(("torch.nn.modules.linear.Bilinear",), "weight", "a matrix for each output", lambda *_: {"view": "stack"}),
-    # attention and feed-forward layers of transformers
+    # presets for attention and feed-forward layers of transformers
     _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
@@ -245,7 +246,7 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused b, a of each group",
         lambda m, _: _split((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
     ),
-    # state-space models
+    # presets for state-space models
     _Preset(_MAMBA, "in_proj.weight", "fused x, z", lambda m, _: _split((m.intermediate_size,) * 2)),
     _Preset(
         _MAMBA,
@@ -262,7 +263,8 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Experts: known classes, and any class that has transformers' attributes for the order in which weights are stored.
+    # Presets for experts: known classes, and any class that has transformers' attributes for the order in which weights
+    # are stored.
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))
@@ -275,23 +277,23 @@ _PRESETS: tuple[_Preset, ...] = (
     ),
     _Preset(_ROUTERS, "weight", "router: its rows choose experts", kind="router"),
     _Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", kind="router"),
-    # vision models
+    # presets for vision models
     _Preset(_TIMM, "qkv.weight", "fused q, k, v", _rows(3)),
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # classes of transformers
+            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # class names of transformers
         ),
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
         kind="entries",
         decays=False,
     ),
-    # modules of peft
+    # presets for modules of peft
     _Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
     _Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
     _Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
-    # modules of torch_geometric
+    # presets for modules of torch_geometric
     _Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
 )
 

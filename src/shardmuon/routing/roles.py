@@ -38,7 +38,8 @@ _KEEP_AS_MODULE = {
 _HINTS = (
     (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
     (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
-    (re.compile(r"Wi"), "gate up"),  # in ModernBERT; case matters, since T5's wi is one matrix
+    # `Wi` is fused in ModernBERT. The pattern is case-sensitive, since T5's `wi` is a single matrix.
+    (re.compile(r"Wi"), "gate up"),
     (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
     (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
 )
@@ -107,7 +108,8 @@ class Placed(NamedTuple):
             with about(name):
                 UnitPlace.refuse_flat(param)
             parts = prefix.split(".")[:-1]
-            if isinstance(module, ParametrizationList):  # X.parametrizations.weight contains the weight of X
+            # The weight of a module X is stored as X.parametrizations.weight, so restore its name X.weight.
+            if isinstance(module, ParametrizationList):
                 *parts, _, leaf = parts
             above = ("".join(f"{part}." for part in parts[:end]) for end in range(len(parts), -1, -1))
             owners = tuple((name.removeprefix(at), modules[at]) for at in above)
@@ -132,7 +134,7 @@ class Placed(NamedTuple):
                 f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
                 "shape is unknown. Build the groups before wrapping the model"
             )
-        # a Megatron layer whose `output_size` equals its `output_size_per_partition` has unsharded parameters
+        # If a Megatron layer's `output_size` equals its `output_size_per_partition`, its parameters are not sharded.
         parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
         is_whole = bool(parts) and all(
             getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
@@ -216,7 +218,7 @@ def _convolution(place: Place, shape: Ints) -> Role:
     """
     module: Any = place.module
     groups: int = module.groups
-    num_inputs = shape[0] // groups if module.transposed else shape[1]  # input channels of each group
+    num_inputs = shape[0] // groups if module.transposed else shape[1]  # number of input channels of each group
     if groups > 1 and num_inputs == 1:
         return Role("entries", "depthwise convolution", {"view": "flatten"})
     # Channels of different groups never mix, so each group is a separate linear map.
@@ -235,7 +237,8 @@ def _by_shape(place: Place, shape: Ints) -> Role:
     module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
-        # The number of outputs is `out_features` in torch and TransformerEngine, and one of the other two in Megatron.
+        # The number of outputs is `out_features` in torch and TransformerEngine, and `output_size` or
+        # `output_size_per_partition` in Megatron.
         outputs = map(vars(module).get, ("out_features", "output_size", "output_size_per_partition"))
         if is_linear or shape[0] in outputs:
             reason = "linear" if is_linear else f"linear ({type(module).__name__})"

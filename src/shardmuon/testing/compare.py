@@ -148,7 +148,7 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             decayed = before[name].double() * decay
             one, other = ((decayed - after.double()) / lr for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # NaN counts as the largest difference
+            if difference > worst or math.isnan(difference):  # NaN counts as larger than any difference
                 worst, where = difference, name
     bitwise &= run.keeps(state)
     # Conversion to fp64 is exact for momentum of every dtype.

@@ -79,12 +79,12 @@ class Run:
         return dict(full)
 
     def start(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the initial weights of the reference. If `steps` is set, convert them to this dtype."""
+        """Return the initial weights of the reference, in the dtype `self.steps` if this attribute is set."""
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round the random gradients of a step to multiples of 1/8 between -1 and 1. If `steps` is set, convert them to
-        this dtype."""
+        """Round the random gradients of a step to multiples of 1/8 between -1 and 1. Convert them to the dtype
+        `self.steps` if this attribute is set."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
@@ -198,10 +198,12 @@ class ZeroRun(Run):
         os.environ["DS_ACCELERATOR"] = "cpu"
         with quiet():
             import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        old = r"`torch.distributed.\w+` is deprecated"  # DeepSpeed calls functions that torch deprecates
+        # ignore warnings about deprecated torch functions that DeepSpeed calls
+        old = r"`torch.distributed.\w+` is deprecated"
         warnings.filterwarnings("ignore", old, FutureWarning)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # this extension takes minutes to compile
+        # disable the extension deepspeed_shm_comm, which takes minutes to compile
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
         return deepspeed
 
@@ -212,9 +214,9 @@ class ZeroRun(Run):
         Args:
             model: The model to train.
             optimizer: The optimizer that updates the weights.
-            config: DeepSpeed's configuration. By default, gradients are not clipped, steps are practically never
-                printed, and DeepSpeed accepts an optimizer that it does not know. `config` can override all these
-                defaults.
+            config: DeepSpeed's configuration, which overrides the defaults of this function. By default, gradients are
+                not clipped, DeepSpeed prints practically no progress reports, and it accepts an optimizer that it does
+                not know.
         """
         fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
         fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
@@ -242,7 +244,7 @@ class ZeroRun(Run):
         return {name: p.detach().clone() if self._whole else self.whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        state = self.optimizer.state  # at ZeRO stage 0, its keys are the model's parameters
+        state = self.optimizer.state  # at ZeRO stage 0, the keys of the optimizer state are the model's parameters
         whole = self._whole
         return {n: state[p]["momentum_buffer"] if whole else self.whole_momentum(p) for n, p in self._params.items()}
 

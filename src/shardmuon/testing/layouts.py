@@ -1,21 +1,22 @@
-"""Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` is a way in which a PyTorch framework
-shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of matrices, many of them
-with shapes that do not divide evenly.
+"""Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` describes one way in which PyTorch or a
+framework shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of matrices,
+many of them with shapes that do not divide evenly.
 
-A layout in the table only builds sharded parameters. It calls functions of PyTorch (`fully_shard`, `distribute_tensor`)
-wherever they exist, so that tests can compare shardmuon's view of a layout with an independent one.
+The builder of a layout only makes sharded parameters. It calls functions of PyTorch (`fully_shard`,
+`distribute_tensor`) wherever they exist, so that tests can compare shardmuon's view of a layout with an independent
+one.
 
 [Note: cut once]
-    Building the same layout repeatedly would take most of a test's time, because torch shards and traces each shape and
-    dtype separately. So the builder of a layout runs only once per process and set of shapes, on tensors whose elements
-    are their own indices. The result shows which elements this rank stores, in which order, on which mesh and with
-    which placements. Later tensors of the same shapes are sharded directly from this result.
+Building the same layout repeatedly would take most of a test's time, because torch shards and traces each shape and
+dtype separately. So the builder of a layout runs only once per process and set of shapes, on tensors whose elements are
+their own indices. The result shows which elements this rank stores, in which order, on which mesh and with which
+placements. Later tensors of the same shapes are sharded directly from this result.
 
 [Note: Megatron without Megatron]
-    Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at
-    any element. The layouts for both packages imitate these splits without importing the packages. Their splits are
-    uneven, so that some ranks have no elements. If the packages are installed, tests also run on parameters that the
-    packages themselves build.
+Megatron-FSDP can place any number of a DTensor's rows on a rank, and Megatron-core can split its flat buffers at any
+element. The layouts for both packages imitate these splits without importing the packages. Their splits are uneven, so
+that some ranks have no elements. If the packages are installed, tests also run on parameters that the packages
+themselves build.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class _LayoutCase:
         return _CUT[key]
 
 
-_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of builders, see [Note: cut once]
+_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of layout builders, see [Note: cut once]
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # nn.Parameter sets this attribute, too
+            made[name]._is_param = True  # nn.Parameter would also set `_is_param`, but is not called for DTensors
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -167,7 +168,7 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Shard tensors with `fully_shard`. The tensors can be plain tensors or tensor-parallel DTensors."""
     bag = nn.ParameterDict({name: nn.Parameter(t.clone()) for name, t in tensors.items()})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
+        warnings.simplefilter("ignore")  # ignore torch's warning that nn.ParameterDict has no forward method
         fully_shard(bag, mesh=mesh)
     return {name: bag[name].detach() for name in tensors}
 
@@ -191,7 +192,8 @@ def _placed_by(
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
-    """Return the placement of a tensor-parallel tensor. Even indices shard by rows, odd indices by columns."""
+    """Return the placement of a tensor-parallel tensor. Tensors with even indices are sharded by rows, tensors with odd
+    indices by columns."""
     return [Shard(index % 2 + tensor.ndim - 2)]
 
 
@@ -306,7 +308,8 @@ def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> di
             out[name] = full.clone()
             out[name].partition_dim = -1  # type: ignore[attr-defined]
             continue
-        dim += full.ndim == 3  # the first dim of a stack indexes experts
+        # the first dim of a stack indexes experts, so the dims of its matrices are shifted by one
+        dim += full.ndim == 3
         fits = len(full.transpose(0, dim)) % stride == 0
         out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
     return out

@@ -56,7 +56,7 @@ import torch.distributed as dist
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Rank = tuple[BaseProcess, Connection]  # a rank's process, and the parent's end of the pipe to it
+_Rank = tuple[BaseProcess, Connection]  # the process of a rank, and the parent's end of the pipe to this process
 
 _PRELOADED = [  # modules that the fork server imports; it skips modules that are not installed
     "torch",
@@ -215,13 +215,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if not self._ranks:
                 self._start()
                 started = f"the start of {self.world_size} {self.backend} ranks"
-                self._receive(started, 180.0, _GRACE, catching=False)  # the fork server imports torch first
+                # the time limit is 180 seconds, because the fork server imports torch before it forks the ranks
+                self._receive(started, 180.0, _GRACE, catching=False)
             message = pickle.dumps((list(sys.path), call))
             for _, pipe in self._ranks:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` reports the dead rank
+                # if the pipe is broken, the rank is dead, which `_receive` reports
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     pipe.send_bytes(message)
             replies, num_open_files = self._receive(name, self.timeout, grace, catching)
-        except BaseException:  # after Ctrl-C, the next call would otherwise receive late replies to this call
+        # After Ctrl-C, close the pool; otherwise, the next call would receive late replies to this call.
+        except BaseException:
             self.close()
             raise
         if num_open_files > _MAX_OPEN_FILES:
@@ -341,14 +344,15 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
             with sending:
                 pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
-    finally:  # the parent ended or closed the pipe
+    finally:  # this block runs when the parent has ended or closed the pipe
         os._exit(0)  # don't let Python's teardown wait for threads of gloo
 
 
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default, gloo looks up the host name, which can fail
+        # let gloo use the loopback interface; by default, it looks up the host name, which can fail
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     if "gloo" in backend:
@@ -363,7 +367,8 @@ def _share_gloo_device() -> None:
     make, device = gloo.__init__, gloo.create_default_device()
 
     def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
-        if isinstance(timeout, timedelta):  # a caller can pass options instead, which name a device
+        # `timeout` can also be an options object, in which the caller has chosen a device
+        if isinstance(timeout, timedelta):
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             timeout = options
