@@ -1,5 +1,5 @@
-"""Tests that, for ZeRO jobs, the digests, traffic and stored bytes that are predicted without starting ranks equal
-those of live jobs."""
+"""Tests of predictions for ZeRO jobs: the digests, traffic and stored bytes that are predicted without starting ranks
+must equal those of running jobs."""
 
 from __future__ import annotations
 

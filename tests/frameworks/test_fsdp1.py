@@ -44,7 +44,8 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str], bool]:
-    # With CPU offloading, FSDP1 on a CPU adds the second step's gradient to the first, so only one step is compared.
+    # On a CPU, FSDP1 with CPU offloading adds the second step's gradient to the first step's, so only one step is
+    # compared.
     net, steps = tied(), 1 if how else 3
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
@@ -68,14 +69,15 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is. The optimizer is
-    made before or after wrapping."""
+    """The model has matrices, a tied embedding, norms, biases and a frozen unit. Whether the optimizer is created
+    before or after wrapping, the trained weights must equal those of a single process, and the parameters must be
+    routed like those of the unwrapped model."""
     assert RankPool.cached(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
 def _mixed() -> list[str]:
-    """Train in mixed precision. Returns the names of the weights that differ from a single process, which is given
-    FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
+    """Train two steps in mixed precision. Returns the names of the weights that differ from a single-process run. This
+    run gets copies of FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, plain = wrapped(tied(), mixed_precision=precision), tied()
     both = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
@@ -97,7 +99,8 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Four elements on three ranks: the last one keeps padding only. Also the elements that it keeps."""
+    """Compare FSDP1 on three ranks with a single process, for a 2 x 2 matrix of which the last rank stores only
+    padding. Returns whether the results are bitwise equal, and the number of elements stored on this rank."""
     found = Comparison.with_dense(
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
@@ -286,8 +289,9 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Clip twice, once through the optimizer and once through the model. Returns three gradient norms for each time:
-    torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after clipping."""
+    """Clip gradients twice, first by passing the optimizer to `clip_grad_norm_` and then by passing the model. For each
+    time, return three norms: torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after
+    clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):
@@ -300,7 +304,8 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
 def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
-    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
+    """The norm that shardmuon returns for the sharded model must equal torch's for the plain model. After clipping, the
+    norm must be max_norm * norm / (norm + 1e-6). Both may deviate by rounding errors."""
     for expected, ours, theirs in itertools.chain(*RankPool.cached(world).run(_clipped, strategy)):
         assert abs(ours - expected) <= NORM_ROUNDOFF * expected
         left = 0.01 * expected / (expected + 1e-6)
@@ -390,7 +395,8 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """On rank 1, put a flat parameter into an existing parameter group, as frameworks that swap parameters do."""
+    """On rank 1, replace a parameter of an existing group by a flat parameter, as frameworks that swap parameters
+    do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
@@ -409,8 +415,8 @@ def _put_in_later(use_muon: bool) -> None:
 def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
-    """FSDP1's flat parameters are refused at construction, and also when they are put into the groups of one rank
-    later."""
+    """All ranks must raise an error with advice. For example, FSDP1's flat parameters must be refused at construction,
+    and also if only one rank later puts them into a parameter group."""
     assert_refused(world2, says, call, case)
 
 

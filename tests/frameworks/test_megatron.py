@@ -1,6 +1,6 @@
-"""Tests of shardmuon inside Megatron-core (0.19) on CPUs, with Megatron's own GPT model, gradient buffers, wrappers,
+"""Tests of shardmuon with Megatron-core (0.19) on CPUs. They use Megatron's own GPT model, gradient buffers, wrappers,
 parallel layers and distributed optimizer, whose fp32 shards may split a matrix anywhere. The reference is shardmuon
-in a single process, with full matrices and the sum of all ranks' gradients, which is exact in any order."""
+in a single process with full matrices. Its gradients are sums over all ranks, which are exact in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
 
 VARIANT = {"variant": "normuon+hyperball"}
-STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay.
+STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay, so it is turned off.
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -82,8 +82,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return, for each sharding feature (such as shards that end inside a row), whether the job has it, judging by the
-    shards that Megatron reports."""
+    """Return a dict from each sharding feature (such as shards that end inside a row) to whether the job has it,
+    according to the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -387,7 +387,7 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks with equal numbers modulo len(wanted) have the same parameters.
+        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

@@ -70,8 +70,8 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. The batches are new
-    in each step."""
+    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. Each step has new
+    batches."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 
@@ -188,8 +188,8 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones, whose query and
-    key rows are scaled twice in fp32 without rounding in between."""
+    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones. In these, the
+    query and key rows are scaled twice in fp32 and rounded to `dtype` once at the end."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
@@ -242,7 +242,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            # DDP's `no_sync` sets the same attribute, to postpone the reduction of gradients.
+            # Only the last backward pass reduces gradients. DDP's `no_sync` sets the same attribute.
             model.require_backward_grad_sync = is_last
             train.loss_of(model, rows).backward()
         optimizer.step()
@@ -265,10 +265,10 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
 )
 def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
     (alone, together), *others = RankPool.cached(math.prod(shape.values())).run(_measured, shape, parts)
-    assert all(theirs[1] == together for theirs in others)  # the same bits on every rank
+    assert all(theirs[1] == together for theirs in others)  # All ranks must measure the same logits, bit for bit.
     for here, wanted in zip(together, alone, strict=True):
-        # Each of the two measurements sums 32 terms in q and in k, applies norms and rotations, and sums 8 terms in the
-        # product of q and k.
+        # The bound covers the rounding errors of both measurements. Each measurement sums 32 terms for every element of
+        # q and k, applies norms and rotations, and sums 8 terms for the product of q and k.
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
 

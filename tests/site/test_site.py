@@ -151,7 +151,7 @@ def test_the_page_of_a_plan_is_readable_in_either_scheme(page: Page, scheme: Lit
     page.goto(PLAN.as_uri())
     colours = page.evaluate("() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }")
     text, paper = (_luminance(colour) for colour in colours)
-    # WCAG level AAA requires a contrast of at least 7.
+    # WCAG level AAA requires a contrast ratio of at least 7:1.
     assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0
     assert (paper > text) == (scheme == "light")
 

@@ -1,4 +1,5 @@
-"""Run an example on ranks and record its optimizer's plan, Newton-Schulz runs, an audit, and the final weights.
+"""Run an example on ranks. On each rank, record the optimizer's plan, the number of Newton-Schulz runs, the findings of
+an audit, and the final weights.
 
 Importing the frameworks takes seconds, so the process from which ranks are forked imports all of them.
 """

@@ -43,7 +43,8 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """On the given ranks, do what `how` names, and on the other ranks what `then` names."""
+    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Returns the number of this
+    rank."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":
@@ -75,8 +76,8 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running. A process that ends between the signal and the read of /proc is not. Without
-    /proc, a zombie counts as running."""
+    """Return whether a process is running. A process that ends before its entry in /proc is read does not count as
+    running. A zombie counts as running only if the system has no /proc."""
     try:
         os.kill(pid, 0)
         try:
@@ -127,8 +128,9 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# Each case gives a function, its arguments, whether exceptions are caught, the expected error class of each failing
-# rank with whether that rank returned, and words of the error message.
+# Each case gives a function, its arguments, whether exceptions are caught, the expected failures, and words of the
+# error message. Each failure is keyed by its rank and gives the error class, and whether the rank itself raised the
+# error (False if it hung or died).
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),
@@ -239,7 +241,7 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
 
 def test_the_three_shared_pools_that_were_used_last_are_kept() -> None:
     pids = {size: RankPool.cached(size).run(os.getpid) for size in (1, 2)}
-    for size in (5, 1, 6, 7):  # these start no ranks
+    for size in (5, 1, 6, 7):  # `cached` does not start ranks.
         RankPool.cached(size)
     assert RankPool.cached(1).run(os.getpid) == pids[1]
     assert wait_until(lambda: not any(map(is_running, pids[2])))

@@ -69,8 +69,8 @@ def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tup
 
 
 def test_a_models_copy_is_not_measured_in_its_place() -> None:
-    """deepcopy, which is used for averaged and reference models, also copies the hooks. The copy's forward passes must
-    not be measured."""
+    """deepcopy, which is used to create averaged and reference models, also copies QK-clip's hooks. The forward passes
+    of the copy must not be measured."""
     model, _, clip = _clipped(Llama)
     other = copy.deepcopy(model)
     for p in other.parameters():

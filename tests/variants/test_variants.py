@@ -29,7 +29,8 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """A stage on a batch of matrices, as it stands in a step."""
+    """Apply a post-processing stage to a batch of matrices as a step does. `kept` is the state of the stage. Returns
+    the resulting matrices."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -44,14 +45,16 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Compare four steps of three matrices. One of the matrices has rows of zeros and nonzero initial state."""
+    """In each of four steps, the stage must match its fp64 formula on three matrices. One of the matrices has rows of
+    zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
-    # Beside sums of positive numbers, of each line and of the lines, there are three roundings of what is kept in each
-    # of four steps, and few others; the norm that is restored has them once more.
+    # The bound counts one rounding for each term in a sum along a row and in a sum over the rows, three roundings of
+    # the state in each of four steps, and six others. The factor 2 is for restoring the norm, which needs these
+    # roundings once more.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)

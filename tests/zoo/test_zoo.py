@@ -1,6 +1,6 @@
-"""Tests of routing for well-known models, which the libraries themselves build from tiny configs: which parameters go
-to Muon, as which matrices, with which warnings, and whether the parts of fused weights have the roles that the table
-names.
+"""Tests of routing for well-known models, which the libraries themselves build from tiny configs. They check which
+parameters go to Muon, as which matrices and with which warnings, and whether the parts of fused weights have the
+expected roles.
 
 The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py has the same shapes
 as plain modules and needs none of these packages.
@@ -110,7 +110,8 @@ def one_patch(model: Any) -> Any:
     return attention(torch.randn(1, 1, attention.qkv.in_features))
 
 
-# With a single token, the softmax is 1, so v gets a gradient while q and k get none.
+# With a single token, the softmax is 1, so v gets a gradient while q and k get none. Each row gives a weight, a
+# function that runs the model, and whether each part of the weight must have no gradient.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
