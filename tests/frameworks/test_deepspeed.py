@@ -408,8 +408,8 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint in which rank 1's file lacks a parameter group. Returns the error of the load, and puts the
-    complete file back."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group, and return the error. Afterwards, restore the
+    complete file."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -450,8 +450,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit raises after one parameter group has been updated and before the next one is, which leaves the step
-        # incomplete.
+        # The audit raises an error between the updates of two parameter groups, so the step is incomplete.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
         # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
         # collectives, or train on with the loaded state.

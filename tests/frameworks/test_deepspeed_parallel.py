@@ -109,8 +109,7 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """Check that one step gives each matrix a result that is bitwise identical to the dense update from the same
-    gradient.
+    """Check that one step makes each shard bitwise identical to the dense update from the same gradient.
 
     Args:
         given: Which of "tp_group" (an option of Muon) and "partition_dim" (an attribute of weights) the user sets.

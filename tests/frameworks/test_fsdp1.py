@@ -312,8 +312,8 @@ def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
         assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
 
 
-# Bound on the rounding error of a norm of 2,300 elements. Both norms sum squares in fp32, and the square root halves
-# the relative error of each sum.
+# NORM_ROUNDOFF bounds the relative difference between two norms of 2,300 elements. Both norms sum squares in fp32. The
+# square root halves the relative error of each sum, so the bound for one sum suffices.
 NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
 
 
@@ -436,7 +436,7 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # Run twice, so that the traced step uses cached results.
+    for _ in range(2):  # Before the traced step, two steps fill the caches that it uses.
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

@@ -103,8 +103,8 @@ BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices. Each of the six expert
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
-    # DDP options. Then come the expected number of orthogonalizations per optimizer, the sharding features, and the
-    # rank sets in the first rank's plans.
+    # DDP options. It also gives the expected number of orthogonalizations per optimizer, the expected sharding
+    # features, and the rank sets in the first rank's plans.
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -257,7 +257,8 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """An override is refused on all ranks if it matches no parameter on any stage, or if it raises on one stage."""
+    """All ranks must refuse an override that matches no parameter of any stage, and an override that raises an
+    exception on one stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -311,8 +312,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Make Megatron believe that TransformerEngine is installed, or that it is not, which changes where Megatron stores
-    the step count."""
+    """Pretend that TransformerEngine is installed, or that it is not. Megatron uses a different place for the step
+    count in each case."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)

@@ -278,9 +278,9 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """Weights and state must equal those of a single process. This includes parameters without a gradient on any rank,
-    parameters of which some ranks store no elements and have no gradient, tensor-parallel shards (also of fused gate
-    and up projections), and experts with their own data-parallel group."""
+    """Weights and state must equal those of a single process. Some parameters have no gradient on any rank. Others are
+    empty on some ranks and have no gradient there. The forms include tensor-parallel shards (also of fused gate and
+    up projections), and experts with their own data-parallel group."""
     found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names

@@ -145,7 +145,7 @@ def _differing(what: str) -> list[str]:
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Rank 2 shares the weight with rank 3, so both replace it by a weight of another shape.
+    # Ranks 2 and 3 share the weight, so both replace it by a weight of a different shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -202,7 +202,7 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # On two ranks, an exception is raised in every function; on more ranks, in every sixth.
+    # On two ranks, an exception is raised in every function. On more ranks, it is raised only in every sixth function.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)

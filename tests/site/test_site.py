@@ -93,7 +93,8 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     page.goto(address)
     page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
-    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # The search results appear one by one.
+    # The search results appear one by one, so the test looks for the right one among all of them.
+    page_of_it = results.filter(has=page.locator("h1", has_text=title))
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 
 

@@ -119,7 +119,7 @@ def force_fsdp2() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            # On a GPU, AcceleratorState itself would set the distributed type.
+            # Set the distributed type, because AcceleratorState sets it only on a GPU.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 

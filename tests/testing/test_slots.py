@@ -79,8 +79,8 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Each matrix must have the same bits in every slot with two threads, and with fewer CPU instructions. "avx2"
-    restricts an AVX-512 CPU to AVX2, and "narrow" to instructions without AVX."""
+    """Each matrix must have the same bits in every slot with two threads, and with fewer CPU instructions. The case
+    "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 

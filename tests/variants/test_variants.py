@@ -106,8 +106,8 @@ def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_
 def test_a_matrix_has_the_same_bits_alone_and_among_others(
     shape: tuple[int, int], variant: str, dtype: torch.dtype
 ) -> None:
-    """The batch has more matrices than a SIMD register has elements. It includes zeros, NaN, Inf and very different
-    norms."""
+    """Each matrix must have the same bits whether it is processed alone or in a batch. The batch has more matrices than
+    a SIMD register has elements, and includes zeros, NaN, Inf and very different norms."""
     generator, num = torch.Generator().manual_seed(0), 21
     stages = [s for s in stages_of({"variant": variant}) if isinstance(s, AfterStage)]
     scale = torch.logspace(-12, 6, num).view(-1, 1, 1)
