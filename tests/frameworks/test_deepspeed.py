@@ -303,7 +303,8 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect audit findings instead of raising them, so that a step continues with its remaining parameter groups."""
+    """Collect audit findings in a list instead of raising an AuditError, so that a step continues with the remaining
+    parameter groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
         yield found
@@ -453,7 +454,7 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         # The audit raises an error between the updates of two parameter groups, so the step is incomplete.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
         # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
-        # collectives, or train on with the loaded state.
+        # collectives, or continue training with the loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )

@@ -436,7 +436,8 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # Before the traced step, two steps fill the caches that it uses.
+    # Two steps fill the caches first, because exceptions are planted in a step that uses cached results.
+    for _ in range(2):
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

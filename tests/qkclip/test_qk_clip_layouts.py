@@ -84,7 +84,7 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights of a single process after steps with the given gradients, clipped by the maxima over all
+    """Return the weights after steps with the given gradients in a single process, which clips by the maxima over all
     ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
@@ -222,8 +222,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
-    """Return each layer's largest logits, measured in a single process on all batches, and on a mesh where each rank
-    has two of the batches. Only the second backward pass synchronizes gradients."""
+    """Measure each layer's largest logits twice: in a single process on all batches, and on a mesh where each rank has
+    two of the batches. Only the second backward pass synchronizes gradients. Returns both results."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):

@@ -20,7 +20,7 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-# Number of the audited step, counted from 1. Each example takes more steps than that, also after it has been resumed.
+# Number of the audited step, counted from 1. Each example takes more steps than that, even if it resumes halfway.
 AUDITED = 2
 
 RankPool.preload("stack_preload")

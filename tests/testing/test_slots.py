@@ -1,4 +1,5 @@
-"""Tests that a matrix has the same bits in every slot of a batch, whatever the other matrices and their number."""
+"""Tests that a matrix has the same bits in every slot of a batch, regardless of the other matrices and of their
+number."""
 
 from __future__ import annotations
 
