@@ -304,7 +304,8 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a fault, which of the ranks with a nonempty shard have it, and the expected error.
+# Each case gives a fault, a slice that selects from the ranks with a nonempty shard those that get the fault, and a
+# pattern for the error message.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),
