@@ -85,7 +85,8 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: in
 
 
 def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    """Return the matrices of a parameter (or of its gradient) under its parameter group's options."""
+    """Split `tensor`, which is the parameter `name` or its gradient, into matrices by the options of the parameter's
+    group."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
     return ParamCase(tuple(tensor.shape), "", options).matrices(tensor)
