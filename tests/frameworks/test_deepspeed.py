@@ -102,8 +102,8 @@ def _stepped(case: Case) -> float:
 
 
 def _check_straddling(job: Job) -> None:
-    """Check that at least one matrix is split over both ranks, that both ranks have the same plans, which list all
-    matrices, and that DeepSpeed's function for reading optimizer state returns the momentum of the dense reference."""
+    """Check that the matrix "b" is split over both ranks, and that both ranks have the same plans, which list every
+    matrix. DeepSpeed's function for reading optimizer state must return the momentum of the dense reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -120,8 +120,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """Each matrix is orthogonalized once in the whole job. At stage 0, where ranks do not share the work, it is
-    orthogonalized once on every rank."""
+    """In each step, the ranks together must orthogonalize each matrix once. At stage 0, ranks do not share the work, so
+    each rank must orthogonalize every matrix."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -184,8 +184,9 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
-    """Run four audited steps and save a checkpoint after the second. A second job that loads this checkpoint and takes
-    the last two steps must end with the same weights. With `lost`, the state of NorMuon is removed after loading."""
+    """Run four audited steps and save a checkpoint after the second. A second job loads the checkpoint, repeats the
+    last two steps, and must end with the same weights. If `lost` is True, the state of NorMuon is deleted after
+    loading."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(4):
@@ -220,7 +221,7 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """The test uses NorMuon, because its second moment must be in the checkpoint, too."""
+    """The test uses NorMuon to check that the checkpoint also contains the second moment."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
 
 
@@ -241,7 +242,7 @@ def _save(case: Case, folder: str, variant: str | None) -> Saved:
         job.engine.save_checkpoint(folder, tag="here")
         named = [(name, job.dense.get_parameter(name)) for name in job.trained]
         saved = {name: (p.detach().clone(), dict(job.reference.state[p])) for name, p in named}
-    if dist.get_rank() == 0:  # Users normally run DeepSpeed's converter as a separate program.
+    if dist.get_rank() == 0:  # Rank 0 runs DeepSpeed's converter, which users normally run as a separate program.
         with quiet(), contextlib.redirect_stdout(io.StringIO()):
             tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
             arguments = f"--input_folder {folder}/here --output_folder {folder}/universal --inject_missing_state"
@@ -276,7 +277,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
 
 
 # On loading, DeepSpeed matches parameter groups by their order, and at stage 3 it gives the first group's options to
-# all groups. TURNED therefore begins with an AdamW group.
+# all groups. TURNED begins with an AdamW group, to check that each group still gets its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -302,7 +303,8 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect audit findings instead of raising them, so that a step continues with its remaining parameter groups."""
+    """Collect audit findings in a list instead of raising an AuditError, so that a step continues with the remaining
+    parameter groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
         yield found
@@ -318,7 +320,7 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # The matrix "tiny" has only two elements, so its halved update may be reported as another kind of fault.
+            # The matrix "tiny" has only two elements, so the audit may report a different fault for its halved update.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -344,8 +346,9 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 
 def _unlike_model(stage: int, written: bool) -> None:
-    """If `written`, change a weight of the model on rank 1 only. Otherwise, change the weight's fp32 masters but not
-    the model. The next step must raise, until the user follows the advice in the error message."""
+    """Make the model's weights differ from the fp32 master weights. If `written` is True, a weight of the model is
+    changed on rank 1 only. Otherwise, the master weights are changed. The next step must raise an error, until the
+    user follows the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
 
@@ -406,8 +409,8 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint in which rank 1's file lacks a parameter group. Returns the error of the load, and puts the
-    complete file back."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group, and return the error. Afterwards, restore the
+    complete file."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -440,18 +443,18 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
     ("stage", "options", "fail", "words"),
     [
         (3, {}, partial(_in_a_step, _out_of_memory), "ExchangeError: .*out of memory"),
-        # If rank 1 fails while it updates the AdamW group, rank 0 has already started on the next group, which is
-        # Muon's, and fails there because rank 1 does not answer.
+        # When AdamW raises on rank 1, rank 0 has already started to update the next parameter group, which Muon
+        # optimizes. Rank 0 must raise as well, because rank 1 does not answer.
         (
             1,
             {},
             partial(_in_a_step, _adamw_raises),
             "ExchangeError: .*does not answer or ValueError: planted in AdamW",
         ),
-        # The audit raises when one parameter group has been updated and the next one has not.
+        # The audit raises an error between the updates of two parameter groups, so the step is incomplete.
         (3, AUDITED, partial(_in_a_step, _halved), "AuditError"),
         # When loading fails on rank 1, the other ranks must raise as well. Otherwise they would wait in DeepSpeed's own
-        # collectives, or train on with the loaded state.
+        # collectives, or continue training with the loaded state.
         *((stage, {}, _in_loading, "ValueError.*parameter group") for stage in (1, 3)),
     ],
 )
@@ -468,8 +471,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            # At stage 3, loading shards small parameters again, which needs all ranks, so rank 1 loads alone only below
-            # stage 3.
+            # At stage 3, `load_state_dict` shards small parameters again, which is a collective operation. Rank 1 can
+            # therefore load the state alone only below stage 3.
             if stage < 3:
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
@@ -482,7 +485,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
 def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
-    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on one rank alone."""
+    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on one rank alone.
+    Whether or not this load succeeds, the next step must match the dense reference on all ranks."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 
@@ -504,8 +508,8 @@ OF_ONE_RANK = [
 
 
 def _faults_on_one_rank(stage: int) -> None:
-    """On rank 1, plant invalid options, then momentum of a wrong shape, then an exception in every function. All ranks
-    must raise before anything changes."""
+    """On rank 1, plant invalid options, then momentum of a wrong shape, then an exception in each function that runs
+    before the first collective. All ranks must raise before anything changes."""
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
@@ -516,7 +520,7 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # As after loading state, `_flats` is empty, so that the step runs all of its preparations.
+            # Empty `_flats`, as loading state does, so that the step repeats all of its preparations.
             if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)

@@ -180,7 +180,7 @@ def _first_step(case: Case) -> str:
 @swaps
 def test_a_gradient_at_an_odd_address_is_refused(two: RankPool, tmp_path: Path) -> None:
     """The first parameter has a single element per rank and is not swapped, so the swapped gradient after it starts at
-    an unaligned address. DeepSpeed would lose this gradient."""
+    an unaligned address. DeepSpeed would lose this gradient, so the first step must raise an error."""
     shapes: Shapes = {"first": (2, 1), "large": (512, 1024)}
     for said in two.run(_first_step, nvme(tmp_path, shapes=shapes, groups=[(("first", "large"), {"lr": 0.02})])):
         assert ": large: " in said and "element 1 of its sub-group (byte 4)" in said
@@ -196,7 +196,7 @@ QUARTER = MIB // 4  # Gradients with fewer than QUARTER elements (1 MiB in fp32)
     [
         ((QUARTER, QUARTER), None),
         ((QUARTER + 128, QUARTER), "p1"),
-        # A gradient below the minimum size is copied rather than swapped, so it may start at any address.
+        # A gradient below the minimum size for swapping is copied in memory, so it may start at any address.
         ((37, QUARTER - 1), None),
         ((37, QUARTER), "p1"),
         # Each of the two small gradients fills half a page, so the gradient after them starts at a page boundary.

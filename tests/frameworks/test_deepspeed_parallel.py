@@ -73,8 +73,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
 def test_every_stage_steps_its_matrices_as_one_process_would(
     deepspeed_pools: dict[int, RankPool], zero: int, dtype: str, runs: int
 ) -> None:
-    """There are two pipeline stages of two data-parallel ranks each. With ZeRO 0, both ranks of a stage orthogonalize
-    all of its matrices."""
+    """The pipeline has two stages of two data-parallel ranks each. With ZeRO 0, both ranks of a stage must
+    orthogonalize all of its matrices. With ZeRO 1, only one of them must orthogonalize each matrix."""
     found = deepspeed_pools[4].run(_in_stages, zero, dtype)
     ran = {(stage, num): sum(ran for at, _, ran, _ in found if at == stage) for stage, num, *_ in found}
     assert sorted((num, total) for (_, num), total in ran.items()) == [(1, runs), (2, 2 * runs)]
@@ -84,7 +84,8 @@ def test_every_stage_steps_its_matrices_as_one_process_would(
 
 # ------------------------------------------------------------------------------------------------- AutoTP
 
-# CUTS maps each layer, named after its kind of tensor parallelism, to its partition_dim.
+# Each key is the name of a layer and of its kind of tensor parallelism. Each value is the partition_dim of the layer's
+# weight.
 CUTS = {"column": 0, "row": 1}
 PARTS = {
     "autotp_size": 2,
@@ -97,8 +98,8 @@ PARTS = {
 
 @contextmanager
 def _autotp() -> Iterator[None]:
-    """Afterwards, reset DeepSpeed's AutoTP mode and process groups, because later engines in these processes would use
-    them."""
+    """Run the body with DeepSpeed's log output disabled. On exit, reset DeepSpeed's AutoTP mode and process groups,
+    because later engines in the same processes would use them."""
     with quiet():
         try:
             yield
@@ -108,8 +109,7 @@ def _autotp() -> Iterator[None]:
 
 
 def _in_shards(stage: int, dtype: str, given: tuple[str, ...]) -> None:
-    """Check that one step gives each matrix a result that is bitwise identical to the dense update from the same
-    gradient.
+    """Check that one step makes each shard bitwise identical to the dense update from the same gradient.
 
     Args:
         given: Which of "tp_group" (an option of Muon) and "partition_dim" (an attribute of weights) the user sets.

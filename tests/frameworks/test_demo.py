@@ -28,8 +28,9 @@ from shardmuon.testing import RankPool
 
 TINY = train.Config(dim=32, heads=4, kv_heads=2, hidden=48, seq_len=16, batch=8, steps=4, warmup=1, eval_batches=1)
 TEXT = [np.random.default_rng(side).integers(0, 256, 2048, dtype=np.uint8) for side in (0, 1)]
-# The forward and backward passes have some 50 consecutive operations, each of which sums up to 128 terms (the tokens of
-# the batch). The factor 2 accounts for the rounding of both compared gradients.
+# The bound on the rounding error of gradients assumes about 50 consecutive operations in the forward and backward
+# passes, each of which sums up to 128 terms (one per token of the batch). The factor 2 is needed because both of the
+# compared gradients are rounded.
 GRADIENTS = 2 * 50 * (roundoff(torch.float32) + sum_roundoff(torch.float32, 128))
 
 
@@ -42,9 +43,9 @@ def mesh_of(layout: str) -> DeviceMesh | None:
 
 
 def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
-    """Take the first batch through the model and back. Returns the model with its gradients, and the loss of this
-    rank's rows of the batch. The head gets nonzero weights, because a zero head would pass no gradient to the
-    layers."""
+    """Run the forward and backward passes of the parallelized model on the first batch. Returns the model with its
+    gradients, and the loss of this rank's rows of the batch. The head gets nonzero weights, because a zero head
+    would pass no gradient to the layers."""
     model = train.Model(TINY)
     model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
@@ -94,8 +95,8 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """Run the demo's bitwise check on a step after which the given ranks overwrite one element of a matrix. Returns
-    whether the check finds the step equal to that of a single process, and whether it finds the replicas equal."""
+    """Run the demo's bitwise check. After the checked step, the given ranks overwrite one element of a matrix. Returns
+    whether the check finds the step equal to that of a single process, and whether it finds all replicas equal."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)
     optimizer.step()

@@ -1,5 +1,5 @@
-"""Tests that, for ZeRO jobs, the digests, traffic and stored bytes that are predicted without starting ranks equal
-those of live jobs."""
+"""Tests of predictions for ZeRO jobs: the digests, traffic and stored bytes that are predicted without starting ranks
+must equal those of running jobs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
 
 
 def _is_zero(second: Tensor) -> bool:
-    """Return whether the second moment is a single zero expanded to the full shape, as it is for Muon's matrices."""
+    """Return whether the tensor is a single element that is expanded to a larger shape. With DeepSpeed, shardmuon
+    stores such a zero as the second moment of Muon's matrices, which need none."""
     return second.untyped_storage().nbytes() == second.element_size()
 
 

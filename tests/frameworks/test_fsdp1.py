@@ -44,12 +44,14 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str], bool]:
-    # With CPU offloading, FSDP1 on a CPU adds the second step's gradient to the first, so only one step is compared.
+    # On a CPU, FSDP1 with CPU offloading adds the second step's gradient to the first step's, so only one step is
+    # compared.
     net, steps = tied(), 1 if how else 3
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
     model = wrapped(net, strategy, **how) if before else model
-    with (  # pin_memory and stream synchronization need an accelerator, so both are replaced.
+    # pin_memory and stream synchronization need an accelerator, so both are replaced by functions that do nothing.
+    with (
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
@@ -74,8 +76,8 @@ def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: boo
 
 
 def _mixed() -> list[str]:
-    """Train in mixed precision. Returns the names of the weights that differ from a single process, which is given
-    FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
+    """Train two steps in mixed precision. Returns the names of the weights that differ from a single-process run. This
+    run gets copies of FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, plain = wrapped(tied(), mixed_precision=precision), tied()
     both = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
@@ -287,8 +289,9 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
-    """Clip twice, once through the optimizer and once through the model. Returns three gradient norms for each time:
-    torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after clipping."""
+    """Clip gradients twice, first by passing the optimizer to `clip_grad_norm_` and then by passing the model. For each
+    time, return three norms: torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after
+    clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
         for each in (plain, model):
@@ -309,8 +312,8 @@ def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
         assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
 
 
-# Bound on the rounding error of a norm of 2,300 elements. Both norms sum squares in fp32, and the square root halves
-# the relative error of each sum.
+# NORM_ROUNDOFF bounds the relative difference between two norms of 2,300 elements. Both norms sum squares in fp32. The
+# square root halves the relative error of each sum, so the bound for one sum suffices.
 NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
 
 
@@ -392,7 +395,8 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """On rank 1, put a flat parameter into an existing parameter group, as frameworks that swap parameters do."""
+    """On rank 1, replace a parameter of an existing group by a flat parameter, as frameworks that swap parameters
+    do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
         group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
@@ -411,8 +415,8 @@ def _put_in_later(use_muon: bool) -> None:
 def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
-    """FSDP1's flat parameters are refused at construction, and also when they are put into the groups of one rank
-    later."""
+    """All ranks must raise an error with advice. For example, FSDP1's flat parameters must be refused at construction,
+    and also if only one rank later puts them into a parameter group."""
     assert_refused(world2, says, call, case)
 
 
@@ -432,7 +436,8 @@ def _planted(store: str) -> tuple[list[str], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # Run twice, so that the traced step uses cached results.
+    # Two steps fill the caches first, because exceptions are planted in a step that uses cached results.
+    for _ in range(2):
         run()
     return plant_in_all(optimizer, run, STRIDE)
 

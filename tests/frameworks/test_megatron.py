@@ -1,6 +1,6 @@
-"""Tests of shardmuon inside Megatron-core (0.19) on CPUs, with Megatron's own GPT model, gradient buffers, wrappers,
+"""Tests of shardmuon with Megatron-core (0.19) on CPUs. They use Megatron's own GPT model, gradient buffers, wrappers,
 parallel layers and distributed optimizer, whose fp32 shards may split a matrix anywhere. The reference is shardmuon
-in a single process, with full matrices and the sum of all ranks' gradients, which is exact in any order."""
+in a single process with full matrices. Its gradients are sums over all ranks, which are exact in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
 
 VARIANT = {"variant": "normuon+hyperball"}
-STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay.
+STILL = {"weight_decay": 0.0}  # Hyperball does not support weight decay, so it is turned off.
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -82,8 +82,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return, for each sharding feature (such as shards that end inside a row), whether the job has it, judging by the
-    shards that Megatron reports."""
+    """Return a dict from each sharding feature (such as shards that end inside a row) to whether the job has it,
+    according to the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -103,8 +103,8 @@ BOTH = [3 * 4, 3 * 2 * 6]  # Attention has four matrices. Each of the six expert
 EVERYONE = ["(0, 1, 2, 3)"]
 JOBS: list[tuple[int, dict[str, int], torch.dtype, bool, dict[str, Any], list[int], set[str], Any]] = [
     # Each case gives the number of ranks, the parallel sizes, the dtype, whether the optimizer is distributed, and the
-    # DDP options. Then come the expected number of orthogonalizations per optimizer, the sharding features, and the
-    # rank sets in the first rank's plans.
+    # DDP options. It also gives the expected number of orthogonalizations per optimizer, the expected sharding
+    # features, and the rank sets in the first rank's plans.
     (2, {}, torch.float32, False, {}, DENSE, set(), None),
     (2, {}, torch.bfloat16, False, {}, DENSE, set(), None),
     (3, {}, torch.float32, True, {}, DENSE, STRADDLES, None),
@@ -257,7 +257,8 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """An override is refused on all ranks if it matches no parameter on any stage, or if it raises on one stage."""
+    """All ranks must refuse an override that matches no parameter of any stage, and an override that raises an
+    exception on one stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -311,8 +312,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Make Megatron believe that TransformerEngine is installed, or that it is not, which changes where Megatron stores
-    the step count."""
+    """Pretend that TransformerEngine is installed, or that it is not. Megatron uses a different place for the step
+    count in each case."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -387,7 +388,7 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks with equal numbers modulo len(wanted) have the same parameters.
+        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

@@ -45,8 +45,8 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A module whose parameters Megatron-FSDP gathers together. Its forward pass returns a loss whose gradients are the
-    given ones."""
+    """A module whose parameters Megatron-FSDP gathers together. Its forward pass takes gradients by name and returns a
+    loss. The backward pass of this loss gives each parameter exactly its gradient from `grads`."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)
@@ -77,7 +77,8 @@ class Model(nn.Module):
 MATRICES = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
 BLOCKS, EXPERTS, TENSOR_PARALLEL = "blocks", "experts", "tensor parallel"
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-# The values are partition_dim and partition_stride of column-parallel, row-parallel and gated column-parallel weights.
+# Each row gives the partition_dim and partition_stride of a weight. The weights are column-parallel, row-parallel and
+# gated column-parallel.
 CUTS = {
     "layer.blocks.0.up.weight": (0, 1),
     "layer.blocks.0.down.weight": (1, 1),
@@ -302,7 +303,8 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a fault, which of the ranks with a nonempty shard have it, and the expected error.
+# Each case gives a fault, a slice that selects from the ranks with a nonempty shard those that get the fault, and a
+# pattern for the error message.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
     (partial(_shift, elements=-6), slice(-1, None), r"ranks \(.*\) store shapes .*leave a gap"),
@@ -327,7 +329,7 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """Plant each fault in turn, and check that it changes neither weights nor state. Returns the error messages."""
+    """Plant each fault in turn. The refused step must change neither weights nor state. Returns the error messages."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)
@@ -428,7 +430,8 @@ def test_one_group_for_all_and_parameters_from_before_wrapping_are_refused(world
 
 
 def _all_gather(outputs: list[Tensor], mine: Tensor, group: Any) -> None:
-    """`all_gather` of tensors of unequal sizes, which NCCL supports and gloo does not."""
+    """Gather tensors of unequal sizes. This function replaces `all_gather`, which supports unequal sizes with NCCL but
+    not with gloo."""
     everyone: list[Any] = [None] * len(outputs)
     dist.all_gather_object(everyone, mine, group=group)
     for output, tensor in zip(outputs, everyone, strict=True):

@@ -24,7 +24,8 @@ from shardmuon_qkclip.layers import Attention, Rows
 
 
 class Llama(nn.Module):
-    """An attention layer with grouped queries, without rotary embeddings (they do not change the norms of q and k)."""
+    """An attention layer with grouped queries. It has no rotary embeddings, because they do not change the norms of q
+    and k."""
 
     def __init__(self, dim: int = 12, heads: int = 6, groups: int = 2, size: int = 4, bias: bool = False) -> None:
         super().__init__()
@@ -64,7 +65,8 @@ def largest(attention: Any, x: Tensor) -> Tensor:
 
 def assert_measured(clip: QKClip, wanted: Sequence[Tensor]) -> None:
     for layer, maxima in zip(clip.report.layers, wanted, strict=True):
-        # The measured and the expected logits each sum 12 terms in q and in k, and 4 terms in the product of q and k.
+        # The bound covers the rounding errors of the measured and the expected logits. Each logit sums 12 terms for
+        # every element of q and k, and 4 terms for the product of q and k.
         assert_rounded(layer.maxima, maxima, roundings=80, dtype=torch.float32, scale=float(maxima.abs().max()))
 
 
@@ -89,8 +91,8 @@ def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
 
 _QK = (Rows("q", (("q", 24),)), Rows("k", (("k", 8),)))
 _TWO = (0.25, 0.5)
-# Each case gives a layer, the gains of its key heads, alpha, and, for each weight, the factors by which its rows (or
-# its columns, if `dim` is 1) are multiplied.
+# Each case gives a layer, the gains of its key heads, alpha, and the expected factors for each weight. The factors
+# multiply the weight's rows, or its columns if `dim` is 1.
 RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float]]]] = {
     "groups": (
         Attention("a", 6, 2, _QK),
@@ -126,7 +128,8 @@ RULES: dict[str, tuple[Attention, tuple[float, ...], float, dict[str, list[float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
 def test_weights_follow_the_rule_written_out_in_fp64(name: str, dtype: torch.dtype) -> None:
-    """Half-precision weights are multiplied in fp32 and rounded once."""
+    """The expected weights are computed in fp64. Half-precision weights must be multiplied in fp32 and rounded only
+    once."""
     layer, gain, alpha, factors = RULES[name]
     turned = any(rows.dim for rows in layer.rows)
     shapes = {n: (5, len(f)) if turned else (len(f), 5) for n, f in factors.items()}

@@ -27,9 +27,10 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-# The rank sets whose ranks share one weight. A rank that is in none of the sets has its own weight.
+# The rank sets that store one weight. All ranks of a set share the weight, and a rank in none of the sets has a weight
+# of its own.
 Sets = list[tuple[int, ...]]
-Family = dict[str, Sets]  # Maps each weight to its rank sets. The last character of a weight's name is its layer.
+Family = dict[str, Sets]  # The keys are names of weights, which end with the index of their layer.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -58,8 +59,8 @@ def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
 
 
 class Job(jobs.Job):
-    """A job with one query weight and one key weight per layer, each with 4 heads of 3 rows. One step has been taken,
-    so that momentum exists.
+    """A job with one query weight and one key weight per layer. Each weight has 4 heads of 3 rows. The constructor
+    takes one step, so that momentum exists.
 
     Args:
         kind: A key of FAMILIES, or "plain" or "fsdp2" for a single layer on all ranks.
@@ -79,7 +80,8 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maxima over ranks. If the scaler's arguments are changed, a new scaler is made first."""
+        """Reduce the maxima over ranks and return the scaler. If there is no scaler yet, or if `changes` contains
+        arguments for one, a new scaler is created first."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with Refused.made_public():
@@ -100,7 +102,8 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Return the names of the weights that differ from the rule applied to the maxima of all connected ranks."""
+    """Clip twice. Returns the names of the weights that differ from the expected ones, which are scaled by the rule for
+    the maxima over all connected ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -134,15 +137,15 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Make a call for which rank 2 passes other arguments, has lost its cached table, or has replaced a weight, and
-    return its errors. The call after it must succeed."""
+    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Returns
+    the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
     _both_clip(job, twin, 0, **beyond)
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Rank 2 shares the weight with rank 3, so both replace it by a weight of another shape.
+    # Ranks 2 and 3 share the weight, so both replace it by a weight of a different shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -187,9 +190,9 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Raise an exception on one rank in each function that runs before the vote. Returns the functions whose exception
-    passed unnoticed, and the number of exceptions that raised an error on all ranks. With `first`, the cached table
-    is dropped before each call."""
+    """Run `reduce` once for each function that it enters before the vote, and raise an exception in this function on
+    one rank. Returns the functions whose exception went unnoticed, and the number of exceptions that all ranks
+    raised. If `first` is True, the cached table is dropped before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -199,7 +202,7 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
         job.scaler._bound = None if first else job.scaler._bound
         job.reduce(1)
 
-    # On two ranks, an exception is raised in every function; on more ranks, in every sixth.
+    # On two ranks, an exception is raised in every function. On more ranks, it is raised only in every sixth function.
     known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]
     found = plant(call, known, "reduce", job.held, again=first)
     _both_clip(job, twin, 2)
@@ -224,14 +227,14 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
-    """Raise an exception on one rank after the vote, and return the errors. No rank may step until state is loaded.
-    Afterwards, all ranks must continue."""
+    """Raise an exception on one rank in each function that runs after the vote, and return the errors. After each
+    error, no rank may step until it has loaded a state dict. Then all ranks must continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
     held = [local_if_any(p).detach().clone() for p in job.specs]
     state = copy.deepcopy(job.optimizer.state_dict())
-    # A single rank does not vote, so exceptions are raised from `apply_` on.
+    # A single rank does not vote, so exceptions are raised in the functions that `apply_` calls.
     begin = "reduce" if dist.get_world_size() > 1 else "apply_"
     before = known_places(lambda: job.clip(1), begin, "_scale")
     after = [place for place in known_places(lambda: job.clip(1), begin, "<end>") if place not in before]

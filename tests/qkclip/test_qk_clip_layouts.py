@@ -70,8 +70,8 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. The batches are new
-    in each step."""
+    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. Each step has new
+    batches."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 
@@ -84,7 +84,7 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights of a single process after steps with the given gradients, clipped by the maxima over all
+    """Return the weights after steps with the given gradients in a single process, which clips by the maxima over all
     ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
@@ -102,7 +102,7 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    # The first step locates the weights on the ranks, and the second step uses the table that the first has cached.
+    # The first step locates the weights on the ranks and caches the result in a table, which the second step uses.
     for _ in range(2):
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
@@ -188,8 +188,8 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones, whose query and
-    key rows are scaled twice in fp32 without rounding in between."""
+    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones. In these, the
+    query and key rows are scaled twice in fp32 and rounded to `dtype` once at the end."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
@@ -222,8 +222,9 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
-    """Return each layer's largest logits, measured in a single process on all batches, and on a mesh where each rank
-    has two of the batches. Only the second backward pass synchronizes gradients."""
+    """Measure each layer's largest logits twice: in a single process on all sequences, and on a mesh whose ranks each
+    process a part of the sequences. Of the two backward passes per step, only the second synchronizes gradients.
+    Returns both results."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
@@ -242,7 +243,7 @@ def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
         for rows, is_last in zip(ids.chunk(2), (False, True), strict=True):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(is_last)
-            # DDP's `no_sync` sets the same attribute, to postpone the reduction of gradients.
+            # Only the last backward pass reduces gradients. DDP's `no_sync` sets the same attribute.
             model.require_backward_grad_sync = is_last
             train.loss_of(model, rows).backward()
         optimizer.step()
@@ -267,8 +268,8 @@ def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts:
     (alone, together), *others = RankPool.cached(math.prod(shape.values())).run(_measured, shape, parts)
     assert all(theirs[1] == together for theirs in others)  # The measured logits must have the same bits on every rank.
     for here, wanted in zip(together, alone, strict=True):
-        # Each of the two measurements sums 32 terms in q and in k, applies norms and rotations, and sums 8 terms in the
-        # product of q and k.
+        # The bound covers the rounding errors of both measurements. Each measurement sums 32 terms for every element of
+        # q and k, applies norms and rotations, and sums 8 terms for the product of q and k.
         a, b = (torch.tensor(x) for x in (here, wanted))
         assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
 

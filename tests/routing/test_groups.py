@@ -95,8 +95,8 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that builds a model without repeated blocks, in which both the vocabulary size and the width
-    are 16."""
+    """Return a function that builds a model with the layers `others` and without repeated blocks. Both the vocabulary
+    size and the width of the model are 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -119,7 +119,9 @@ HEADS: dict[str, Case] = {
     "a decoder": Case(Llama, why(head=_EQUAL, norm="norm", embed="embedding"), muon=LAYERS),
     "as wide as the vocabulary": Case(llama(16, 16), why(head=_LAST), muon=LAYERS),
     "one block": Case(lambda: Llama(16, 16, depth=1), muon=LAYERS[:6]),
-    # By shape alone, wk and wv (8 rows) would be output heads. They are not, because no layer has 8 inputs.
+    # No layer has 8 inputs, so every linear layer with 8 rows, the vocabulary size, could be an output head. wk and wv
+    # have 8 rows, too, but they must go to Muon, because they are in repeated blocks and are not the last matrix of a
+    # block.
     "keys with the rows of a vocabulary": Case(llama(8, 16, 8), muon=LAYERS),
     "tied, another as wide": Case(llama(tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
     "tied, all as wide": Case(llama(16, 16, tied=True, project=linear()), muon=[*LAYERS, "project.weight"]),
@@ -200,8 +202,8 @@ HEADS: dict[str, Case] = {
 
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
-    """Return a case with a 3-D parameter of a module of unknown type. From its shape alone, it may be a stack of
-    experts, transposed or not, or a table."""
+    """Return a case with a 3-D parameter of a module of unknown type. The shape alone does not show whether the
+    parameter is a stack of experts, stored transposed or not, or a table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     row: dict[str, object] = {"reason": f"stack of {num} matrices, by its shape alone", **of(*[(rows, cols)] * num)}
@@ -388,8 +390,8 @@ SAID: dict[str, Case] = {
 
 _NORMED = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
 _APART = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
-# Each case gives a module, the name of a parameter, its expected matrices (none for AdamW), and the expected reason (""
-# is not checked).
+# Each case gives a module, the name of a parameter, the expected shapes of its matrices (none if the parameter goes to
+# AdamW), and the expected reason (not checked if empty).
 KINDS: list[tuple[nn.Module, str, tuple[tuple[int, int], ...], str]] = [
     (nn.Conv2d(3, 8, 3), "weight", ((8, 27),), "convolution, 1 group"),
     (nn.Conv2d(1, 8, 3), "weight", ((8, 9),), ""),
@@ -600,8 +602,9 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
     ],
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
-    """After one step, the RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the band of its
-    schedule. The RMS of AdamW's first update is lr, which is 1 / 0.2 times its usual RMS."""
+    """The RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the range of its singular values.
+    The RMS of AdamW's first update is lr. This is five times its usual RMS of 0.2 lr, so the test multiplies it by
+    0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)
@@ -626,7 +629,8 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # The RMS of Muon's update is lr / 32 and that of AdamW's is 0.2 lr. Their ratio is rounded to six digits.
+    # The usual RMS of Muon's update is lr / 32 for this shape, and that of AdamW's update is 0.2 lr. Their ratio is
+    # rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 
@@ -738,7 +742,7 @@ def _leaf(draw: st.DrawFn) -> nn.Module:
 
 @st.composite
 def models(draw: st.DrawFn) -> nn.Module:
-    """Draw nested containers of random layers, some of which are frozen or share a weight."""
+    """Generate nested containers of random layers. Some layers are frozen, and some share a weight."""
     leaves = [_leaf(draw) for _ in range(draw(st.integers(1, 8)))]
     for module in leaves:
         if hasattr(module, "weight") and not isinstance(module, nn.modules.conv._ConvNd) and draw(st.booleans()):

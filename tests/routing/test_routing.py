@@ -47,7 +47,8 @@ def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
     return case.matrices(torch.arange(param.numel()).view(param.shape))
 
 
-# Each case gives a module, the name of a parameter, and a function that slices its matrices out by hand (None: AdamW).
+# Each case gives a module, the name of a parameter, and a function that slices the expected matrices out of this
+# parameter (None if it goes to AdamW).
 Parts = Callable[[torch.Tensor], list[torch.Tensor]] | None
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
     "Conv1D": (lambda: conv1d(12, 8), "weight", lambda w: [w.T]),
@@ -191,7 +192,8 @@ def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols
 
 
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
-    """DeepSpeed's zero.Init replaces parameters by empty placeholders, whose ds_shape has the real shape."""
+    """DeepSpeed's zero.Init replaces parameters by empty placeholders and stores the real shape in ds_shape. Routing
+    must use the real shape."""
     models = [known_types(), known_types()]
     for module in models[1].modules():
         for name, p in module.named_parameters(recurse=False):
@@ -324,15 +326,15 @@ def timms() -> nn.Module:
 
 
 def named_words() -> nn.Module:
-    """Return a text model like CLIP's. Its projection has as many rows as there are position embeddings, but is no
-    output head."""
+    """Return a text model like CLIP's. Its projection has as many rows as there are position embeddings, but must not
+    be routed as an output head."""
     return but(classifier(16, says=True), num_labels=0, project=linear(8, 16), get_output_embeddings=lambda: None)
 
 
 _QKV = 'linear, fused? if q, then k, then v: "m.qkv.weight": {"split_sizes": (8, 8, 8)}'
 _MLP = 'linear, fused? if gate, then up: "m.gate_up_proj.weight": {"split_sizes": (10, 10)}'
 _ENGINE = "transformer_engine.pytorch"
-# Each case gives a module and, for some of its parameters, the expected matrices and reason.
+# Each case gives a module and, for some of its parameters, the expected shapes of the matrices and the expected reason.
 REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[tuple[tuple[int, int], ...], str]]]] = {
     "a name that other classes bear is not enough: LeViT keeps q, k and v head by head": (
         lambda: timm_attention("timm.models.levit"),

@@ -93,7 +93,8 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     page.goto(address)
     page.locator(".md-search__input").press_sequentially(words)
     results = page.locator(".md-search-result__item")
-    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # The search results appear one by one.
+    # The search results appear one by one, so the test looks for the right one among all of them.
+    page_of_it = results.filter(has=page.locator("h1", has_text=title))
     expect(page_of_it.first).to_be_visible(timeout=15_000)
 
 
@@ -151,7 +152,7 @@ def test_the_page_of_a_plan_is_readable_in_either_scheme(page: Page, scheme: Lit
     page.goto(PLAN.as_uri())
     colours = page.evaluate("() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; }")
     text, paper = (_luminance(colour) for colour in colours)
-    # WCAG level AAA requires a contrast of at least 7.
+    # WCAG level AAA requires a contrast ratio of at least 7:1.
     assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 7.0
     assert (paper > text) == (scheme == "light")
 

@@ -1,4 +1,5 @@
-"""Run an example on ranks and record its optimizer's plan, Newton-Schulz runs, an audit, and the final weights.
+"""Run an example on ranks. On each rank, record the optimizer's plan, the number of Newton-Schulz runs, the findings of
+an audit, and the final weights.
 
 Importing the frameworks takes seconds, so the process from which ranks are forked imports all of them.
 """
@@ -19,7 +20,7 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-# Number of the audited step, counted from 1. Each example takes more steps than that, also after it has been resumed.
+# Number of the audited step, counted from 1. Each example takes more steps than that, even if it resumes halfway.
 AUDITED = 2
 
 RankPool.preload("stack_preload")
@@ -118,7 +119,7 @@ def force_fsdp2() -> None:
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            # On a GPU, AcceleratorState itself would set the distributed type.
+            # Set the distributed type, because AcceleratorState sets it only on a GPU.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
 

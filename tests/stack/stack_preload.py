@@ -1,4 +1,4 @@
-"""Imports that the fork server makes once for all ranks."""
+"""Modules that the fork server imports once, so that the ranks forked from it need not import them."""
 
 import contextlib
 import os

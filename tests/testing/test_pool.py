@@ -43,7 +43,8 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """On the given ranks, do what `how` names, and on the other ranks what `then` names."""
+    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Returns the number of this
+    rank."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
         case "raise":

@@ -1,4 +1,5 @@
-"""Tests that a matrix has the same bits in every slot of a batch, whatever the other matrices and their number."""
+"""Tests that a matrix has the same bits in every slot of a batch, regardless of the other matrices and of their
+number."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """The case "avx2" restricts an AVX-512 CPU to AVX2 instructions, and "narrow" to instructions without AVX."""
+    """Each matrix must have the same bits in every slot with two threads, and with fewer CPU instructions. The case
+    "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 
@@ -114,7 +116,8 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
 
 @contextmanager
 def _aligned_operands() -> Iterator[list[int]]:
-    """Assert that every operand and result of a batched matmul is in aligned slots, and collect the batch sizes."""
+    """Assert that every operand and every result of a batched matmul is in aligned slots. Yields a list to which the
+    size of each batch is appended."""
     batches: list[int] = []
     real = {name: getattr(torch, name) for name in ("bmm", "baddbmm")}
 
@@ -140,7 +143,8 @@ def _aligned_operands() -> Iterator[list[int]]:
 def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
     coefficients: str, method: str, dtype: torch.dtype
 ) -> None:
-    """With these coefficients and methods, restarts, cubic steps and local restarts of the Gram form occur."""
+    """Every batched matmul must have aligned operands and full batches. The chosen coefficients and methods cover
+    restarts, cubic steps, and local restarts of the Gram form."""
     if method == "gram" and dtype == torch.bfloat16:
         pytest.skip("refused: see test_gram.py")
     for rows, cols in ((5, 257), (257, 5), (9, 12), (1, 5), (3, 100)):

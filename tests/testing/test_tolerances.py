@@ -44,8 +44,8 @@ def exact(matrix: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
 def test_every_spectrum_stays_within_a_bound_that_is_near_what_is_found(name: str, dtype: torch.dtype) -> None:
-    """The reference is computed from singular values, independently of the bound. The largest error must exceed a tenth
-    of its bound."""
+    """The error of each result must be within its bound, and the largest error must exceed a tenth of its bound. The
+    expected results are computed from singular values, independently of the bounds."""
     triples = schedule(name).triples
     shares = []
     for what, matrix in MATRICES.items():
@@ -93,8 +93,10 @@ def test_bits_are_compared_not_values() -> None:
 
 
 ONE = torch.ones(4)
-ABOVE = torch.nextafter(ONE, ONE + 1)  # ABOVE exceeds 1 by eps, which is twice the unit roundoff.
-# Each case gives the found value, the expected value, options, and the expected error text ("" for none).
+# ABOVE exceeds 1 by eps. This is the error of two roundings, because eps is twice the unit roundoff.
+ABOVE = torch.nextafter(ONE, ONE + 1)
+# Each case gives the actual value, the expected value, options of the assertion, and the expected error text ("" if no
+# error is expected).
 ROUNDED: list[tuple[Any, Any, dict[str, float], str]] = [
     (ABOVE, ONE, {"roundings": 2}, ""),
     (ABOVE, ONE, {"roundings": 1}, "allowed 1"),
@@ -116,8 +118,9 @@ def test_roundings_are_counted(found: Any, expected: Any, options: dict[str, flo
 
 
 def test_sums_of_many_terms_stay_within_their_root_mean_square() -> None:
-    """Terms of mixed signs, and then terms of positive sign, are added one after another. The bound only applies if n u
-    is small, because larger sums stop growing."""
+    """The rounding error of a sum in fp16 must be within its bound, and above a fifth of it. Terms of mixed signs are
+    tested first, then positive terms. The number of terms n is small, because the bound is valid only if n times the
+    unit roundoff is small."""
     for num_terms in (30, 300):
         terms = normal(2000, num_terms).half()
         for values in (terms, terms.abs()):

@@ -60,8 +60,8 @@ def _clipped(kind: type[Llama]) -> tuple[Llama, Muon, QKClip]:
 @pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("kind", [Llama, Eager])
 def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tuple[int, ...]) -> None:
-    """A rank's last batch, or an expert's, may be empty. If this raised an error on one rank, the other ranks would
-    wait for it."""
+    """A rank's last batch, or the batch of an expert, may be empty. QK-clip must accept an empty batch, because an
+    error on one rank would make the other ranks wait for this rank."""
     model, optimizer, clip = _clipped(kind)
     model(torch.zeros(shape)).sum().backward()
     optimizer.step()
@@ -69,8 +69,8 @@ def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tup
 
 
 def test_a_models_copy_is_not_measured_in_its_place() -> None:
-    """deepcopy, which is used for averaged and reference models, also copies the hooks. The copy's forward passes must
-    not be measured."""
+    """deepcopy, which is used to create averaged and reference models, also copies QK-clip's hooks. The forward passes
+    of the copy must not be measured."""
     model, _, clip = _clipped(Llama)
     other = copy.deepcopy(model)
     for p in other.parameters():

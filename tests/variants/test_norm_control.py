@@ -23,8 +23,8 @@ def test_matrices_of_zeros_are_said_once_by_name() -> None:
 
 
 def test_a_variant_that_is_added_takes_no_norm_anew() -> None:
-    """Adding NorMuon must not change Hyperball's stored norms. Creating the state of one variant once overwrote the
-    state of another."""
+    """Adding NorMuon must not change the norms that Hyperball has stored. In an earlier version, creating the state of
+    one variant overwrote the state of the other."""
     params = [nn.Parameter(normal(*shape)) for shape in ((12, 12), (17, 5))]
     optimizer = Muon(params, lr=0.1, weight_decay=0.0, variant="hyperball")
     run(optimizer, params, [0])

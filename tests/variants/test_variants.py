@@ -44,14 +44,16 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Compare four steps of three matrices. One of the matrices has rows of zeros and nonzero initial state."""
+    """In each of four steps, the stage must match its fp64 formula on three matrices. One of the matrices has rows of
+    zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
     wanted = list(kept.double())
     arithmetic = Arithmetic(SimpleNamespace(stages=(stage,)), Choice("standard", torch.float64), *[torch.float64] * 6)  # type: ignore[arg-type]
-    # Beside sums of positive numbers, of each line and of the lines, there are three roundings of what is kept in each
-    # of four steps, and few others; the norm that is restored has them once more.
+    # The bound counts one rounding for each term in a sum along a row and in a sum over the rows, three roundings of
+    # the state in each of four steps, and six others. The factor 2 is for restoring the norm, which needs these
+    # roundings once more.
     how: dict[str, Any] = {"roundings": 2 * (sum(shape) + 3 * 4 + 6), "dtype": torch.float32 if stage.key else dtype}
     for _ in range(4):
         x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -103,8 +105,8 @@ def test_a_matrix_that_lies_on_one_rank_moves_where_others_keep_what_its_stages_
 def test_a_matrix_has_the_same_bits_alone_and_among_others(
     shape: tuple[int, int], variant: str, dtype: torch.dtype
 ) -> None:
-    """The batch has more matrices than a SIMD register has elements. It includes zeros, NaN, Inf and very different
-    norms."""
+    """Each matrix must have the same bits whether it is processed alone or in a batch. The batch has more matrices than
+    a SIMD register has elements, and includes zeros, NaN, Inf and very different norms."""
     generator, num = torch.Generator().manual_seed(0), 21
     stages = [s for s in stages_of({"variant": variant}) if isinstance(s, AfterStage)]
     scale = torch.logspace(-12, 6, num).view(-1, 1, 1)

@@ -41,16 +41,17 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
-    """With 4 columns on 3 ranks, FSDP2 stores an empty shard of shape (0, 7, 0) of a stack of 5 experts on the last
-    rank. NorMuon's result must still match a single-process run."""
-    # Tensor parallelism shards every second parameter by columns, which is "odd_experts" here.
+    """With 4 columns on 3 ranks, the last rank stores no column. For a stack of 5 experts, FSDP2 stores an empty shard
+    of shape (0, 7, 0) there. NorMuon's result must still match a single-process run."""
+    # Tensor parallelism shards every second parameter by columns. In this list, the second parameter is "odd_experts".
     params = ["one_row", "odd_experts"]
     assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
 
 
 def test_what_is_kept_of_a_block_lies_at_any_place_beside_fp64_weights(world2: RankPool) -> None:
-    """On one rank, the second moment consists of 3 fp32 elements of one block followed by 8 of the next. Next to fp64
-    weights, the 8 elements start in the middle of an fp64 element."""
+    """On one rank, the second moment consists of 3 fp32 elements of one block followed by 8 of the next. These 8
+    elements start at byte 12, which is unaligned for fp64, the dtype of the weights. The result must still match a
+    single-process run."""
     table = {"w": ParamCase((10, 3), "blocks of which one is wide", {"split_sizes": (2, 8)})}
     assert world2.run(_compared, "fsdp2", "normuon", table=table, dtype=torch.float64) == [(True, 0.0, "")] * 2
 
@@ -89,6 +90,6 @@ def _lost_on_one_rank(key: str, left: Any) -> None:
     ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
 )
 def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
-    """A rank that had lost its norms once started a reduction in which the other ranks did not take part. All ranks
-    must raise instead."""
+    """If one rank has lost or changed its state, all ranks must raise an error. Once, a rank without its norms started
+    a reduction in which the other ranks did not take part."""
     world2.run(_lost_on_one_rank, key, left)

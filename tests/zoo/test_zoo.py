@@ -1,6 +1,6 @@
-"""Tests of routing for well-known models, which the libraries themselves build from tiny configs: which parameters go
-to Muon, as which matrices, with which warnings, and whether the parts of fused weights have the roles that the table
-names.
+"""Tests of routing for well-known models, which the libraries themselves build from tiny configs. They check which
+parameters go to Muon, as which matrices and with which warnings, and whether the parts of fused weights have the
+expected roles.
 
 The tests need transformers, timm, torchvision and peft: `make zoo`. tests/routing/test_routing.py has the same shapes
 as plain modules and needs none of these packages.
@@ -42,7 +42,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @functools.cache
 def built(name: str) -> nn.Module:
-    """Return a cached model, which several tests share and must not change."""
+    """Return a cached model. Several tests share this model, so no test may change it."""
     return made(MODELS[name])
 
 
@@ -85,7 +85,8 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: in
 
 
 def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    """Return the matrices of a parameter (or of its gradient) under its parameter group's options."""
+    """Split `tensor`, which is the parameter `name` or its gradient, into matrices by the options of the parameter's
+    group."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
     return ParamCase(tuple(tensor.shape), "", options).matrices(tensor)
@@ -110,7 +111,8 @@ def one_patch(model: Any) -> Any:
     return attention(torch.randn(1, 1, attention.qkv.in_features))
 
 
-# With a single token, the softmax is 1, so v gets a gradient while q and k get none.
+# With a single token, the softmax is 1, so v gets a gradient while q and k get none. Each row gives a weight, a
+# function that runs the model, and whether each part of the weight must have no gradient.
 SINGLE = {
     "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
     "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
@@ -126,7 +128,8 @@ def test_only_values_matter_to_a_single_token(name: str) -> None:
     weight, run, silent = SINGLE[name]
     found = gradient(built(name).eval(), run, weight)
     loudest = max(float(part.abs().max()) for part in found)
-    # q and k may get tiny nonzero gradients from rounding in the gradient of the softmax, p (g - sum(p g)) with p = 1.
+    # With p = 1, the gradient of the softmax, p (g - sum(p g)), is zero. Rounding may still give q and k tiny
+    # gradients.
     assert [float(part.abs().max()) < 1e-5 * loudest for part in found] == [*silent]
     for part, is_silent in zip(found, silent, strict=True):
         assert is_silent or (part.abs().amax(1) > 0).all()
