@@ -107,7 +107,7 @@ class Case(NamedTuple):
 
     Attributes:
         world: Number of ranks.
-        jobs: Functions that make a job. Exceptions are raised only in functions that no earlier job has called.
+        jobs: Functions that each create a job. Exceptions are raised only in functions that no earlier job has called.
         what: The name of the call.
         least: The minimum number of injected exceptions that must raise an error on all ranks.
         stride: Exceptions are raised in every `stride`-th function.
@@ -230,8 +230,8 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # Gradients are not compared. After a refused unscaling, gradients must be computed anew anyway, and clipping
-        # may redistribute a gradient before its second message exchange.
+        # Gradients are not compared. After a refused unscaling, gradients must be recomputed anyway, and clipping may
+        # redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in its own class, so the
         # exceptions in STAYS do not keep their type.
@@ -266,7 +266,8 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """Return the errors of clipping and of the next step when rank 1 raises after the ranks have agreed on the norm."""
+    """Raise an exception on rank 1 in each function that runs after the ranks have agreed on the gradient norm. Returns
+    the function's name and the errors of clipping and of the next step."""
     join(store)
     job = PLAIN()
     job.step(1)
@@ -310,7 +311,8 @@ def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(
 
 
 def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
-    """Return the errors raised by loading and by the next step, for a model whose load hook raises on rank 1."""
+    """Load a checkpoint into a model whose load hook raises on rank 1, and return the errors of loading and of the next
+    step."""
     join(store)
     job = SAVED()
     job.step(1)
