@@ -128,14 +128,16 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# Each value maps a step to the slice of parameters without a gradient. The other steps have all gradients.
+# Each value maps step numbers to the slice of parameters that have no gradient in that step. In all other steps, every
+# parameter has a gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, which leaves no gradient out, so its rows use "all gradients".
+# FSDP1 runs its own backward pass, which leaves no gradient out, so FSDP1 rows use only "all gradients".
+FSDP1 = "fsdp1"
 # On a single rank, the layouts in ALONE still differ from "single", so they are tested there as well.
 ALONE = ("ddp", "fsdp2")
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, keyed by number of ranks.
@@ -155,7 +157,7 @@ class Row(NamedTuple):
 
 
 def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
-    """Yield the names forever, shuffled anew in each round."""
+    """Yield the names forever. Each round yields every name once, in a new random order."""
     pack = list(names)
     while True:
         yield from draw.sample(pack, len(pack))

@@ -40,7 +40,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "device"),
     [
         *((name, form, 96, n, CUDA) for name, form, n in SMALL),
-        # symmetric products of large matrices take ten of sixteen tiles on a CPU
+        # On CPUs, symmetric products of large matrices compute only ten of sixteen tiles.
         *(("keller", form, m, n, CPU) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -52,20 +52,25 @@ def test_flops_are_those_that_torch_counts(
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), coefficients, method=method, dtype=dtype)
     counted = flops(method, m, n, coefficients, dtype, device)
-    if method == "gram" and dtype == FP16:  # a restart in emulated fp16 takes whole products, not split ones
+    # The estimate counts split fp16 products for a restart. Emulated fp16 uses whole products instead, which take fewer
+    # FLOPs.
+    if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # Row blocks may have unequal sizes, so the FLOPs estimate is not exact.
+        # The estimate is not exact, because row blocks may have unequal sizes.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
 @pytest.mark.parametrize(
     ("method", "steps", "dtype", "n", "with_n", "small"),
-    [  # m = 128: m^2 n, and m^3; in fp64 no restart is needed
+    # Each row gives the method, the schedule, the dtype, n for m = 128, and the FLOPs as multiples of m^2 n and m^3. In
+    # fp64, no restart is needed.
+    [
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
-        ("gram", POLAR, FP32, 512, 8, 28),  # one restart in fp32: from X
-        # in fp16 and above n/m = 7/3 it is local: 4 m^2 n + 28 m^3, split products 8 m^3, merging the Q's 2 m^3
+        ("gram", POLAR, FP32, 512, 8, 28),  # In fp32, the single restart starts from X.
+        # In fp16 and with n/m above 7/3, the restart is local. The FLOPs are 4 m^2 n + 28 m^3, plus 8 m^3 for split
+        # products, plus 2 m^3 to multiply the Q matrices from before and after the restart.
         ("gram", POLAR, FP16, 512, 4, 38),
         ("gram", POLAR, FP16, 128, 8, 28),
     ],
@@ -125,8 +130,9 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """Step one matrix on two ranks. The second rank reports another machine if the method is "auto", and otherwise sets
-    another precision flag. Returns the plan's text, and whether the weight was left unchanged."""
+    """Step a matrix that is replicated on two ranks which differ: with the method "auto", the second rank reports a
+    different machine, and with any other method, it sets a different precision flag. Returns the plan's text, and
+    whether the step left the weight unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()
@@ -185,7 +191,8 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Restarts keep rounding noise in the null space from overflowing, so no fallback is needed."""
+    """After long schedules in fp16, singular values must be near 1. Restarts keep rounding noise in the null space from
+    overflowing, so no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
     values = torch.linalg.svdvals(found.double())
@@ -228,7 +235,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # Each case gives the method, the matmul dtype and the wire dtype.
+WIRES = [  # Each row gives the method, the matmul dtype and the wire dtype.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),

@@ -79,15 +79,15 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Assert that two products are equal within rounding. Each of the two computations rounds at most one product and
-    one sum per term, two scalings, and the sum of two matrices."""
+    """Assert that two matrix products are equal within rounding. Each of the two computations rounds at most one
+    product and one sum per term, two scalings, and the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-# The first step of FLAT_FIRST has slope 0 at zero, which must not delay the restarts.
+# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts.
 FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 

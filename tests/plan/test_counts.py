@@ -1,4 +1,5 @@
-"""Tests that the cost model's counts, which are computed for all ranks at once, equal those of each rank's program."""
+"""Tests that the cost model's counts, which are computed for all ranks at once, equal the counts taken from each rank's
+program."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def _node_of(rank: int) -> int:
 
 
 def _side(program: Program, splits: Sequence[int]) -> tuple[int, ...]:
-    """Bytes to or from ranks on the same node and on other nodes, and the number of these ranks."""
+    """Return the bytes exchanged with ranks on the same node, the bytes exchanged with ranks on other nodes, and the
+    number of ranks involved. `splits` gives the number of elements exchanged with each rank."""
     sums = [0, 0, 0]
     for other, elements in zip(program.bucket.ranks, splits, strict=bool(splits)):
         across = _node_of(other) != _node_of(program.rank)

@@ -355,8 +355,8 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
     """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These ranks are
-    meaningless in the processes that unpickle the optimizer, and must not keep it from recording that its first vote
-    there was interrupted."""
+    meaningless in the processes that unpickle the optimizer. They must not keep it from recording that its first
+    vote in those processes was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

@@ -95,8 +95,8 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The values of this state are sums of at most 40 x 16 squares. Each squared number results from fifteen
-            # matmuls, whose elements are sums of at most 40 terms.
+            # The values of post-processing state are sums of at most 40 x 16 squares. Each squared number results from
+            # fifteen matmuls, whose elements are sums of at most 40 terms.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
             # The AdamW updates on both devices round ten operations each, and an update is about as large as lr.

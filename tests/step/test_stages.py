@@ -43,13 +43,14 @@ from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
-# Many orders of variant names give the same tuple of stages. Each tuple is kept once, under the first order that gives
-# it.
+# Several orders of the variant names lead to the same tuple of stages. JOINED maps each tuple of stages to the first
+# such order.
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a group with a variant. Hyperball gets no weight decay, because it does not support any."""
+    """Return the options of a parameter group with this variant. Hyperball does not support weight decay, so its weight
+    decay is 0."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
@@ -65,8 +66,8 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups with different variants, and one group with plain Muon, share a plan. `_PART` is reduced so that norms of
-    weights are summed in many small parts."""
+    """Groups with different variants, and one group with plain Muon, share a plan, and each must match the dense
+    formula of its own variant. `_PART` is reduced so that norms of weights are summed in many small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
