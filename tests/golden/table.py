@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtype of weights, and dtype of matmuls (None: the method's default)."""
+    """The dtype of the weights, and the dtype of matmuls (None for the method's default)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -140,7 +140,7 @@ LRS = (0.02, 0.013, 0.05, 0.0307)
 FSDP1 = "fsdp1"
 # On a single rank, the layouts in ALONE still differ from "single", so they are tested there as well.
 ALONE = ("ddp", "fsdp2")
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, keyed by number of ranks.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
 
 
 class Row(NamedTuple):
@@ -178,10 +178,10 @@ def rows_of(world: int) -> Iterator[Row]:
 
 
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of full tensors. The first call for given shapes is collective.
+    """Return this rank's shards of full tensors. The first call for given shapes is collective.
 
     Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2; otherwise
-    they are not sharded.
+    vectors are not sharded.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     case, vectors = LAYOUTS[layout], {name: t for name, t in full.items() if t.ndim == 1}

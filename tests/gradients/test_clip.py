@@ -406,8 +406,8 @@ CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type"
 
 
 def _storm(name: str) -> None:
-    """Repeat calls in which one or two ranks change their arguments while the other ranks use cached descriptions of
-    their parameters."""
+    """Repeat calls of clip_grad_norm_ in which one or two ranks change their arguments while the other ranks use cached
+    descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)

@@ -47,7 +47,7 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
         }
         module = nn.ParameterDict({name: nn.Parameter(t) for name, t in tensors.items()})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
+            warnings.simplefilter("ignore")  # Suppress torch's warning that nn.ParameterDict has no forward method.
             fully_shard(module, mesh=mesh["a0"])
         params |= {name: module[name].detach() for name in tensors}
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]

@@ -68,7 +68,7 @@ def test_flops_are_those_that_torch_counts(
     [
         ("standard", KELLER, FP64, 512, 20, 10),
         ("gram", KELLER, FP64, 512, 4, 34),
-        ("gram", POLAR, FP32, 512, 8, 28),  # In fp32, the single restart starts from X.
+        ("gram", POLAR, FP32, 512, 8, 28),  # In fp32, there is a single restart, which starts from the full matrix X.
         # In fp16 and with n/m above 7/3, the restart is local. The FLOPs are 4 m^2 n + 28 m^3, plus 8 m^3 for split
         # products, plus 2 m^3 to multiply the Q matrices from before and after the restart.
         ("gram", POLAR, FP16, 512, 4, 38),

@@ -39,8 +39,8 @@ def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: in
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Polar Express, fp16 and n = 4 m, both local and full restarts stay within the error bound for one restart,
-    and the local restart needs less memory."""
+    """With Polar Express, fp16 and n = 4 m, both local and full restarts must stay within the error bound for one
+    restart, and the local restart must need less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
@@ -92,7 +92,8 @@ FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 
-def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (rows, cols), fp32
+# Returns an fp32 matrix of shape (rows, cols).
+def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:
     index = torch.arange(rank, dtype=torch.float64)
     values = {"flat": index * 0 + 1, "power": 1 / (1 + index), "log": 10 ** (-3 * index / max(rank - 1, 1))}[kind]
     left, right = (torch.linalg.qr(normal(size, rank, seed=rank, dtype=torch.float64))[0] for size in (rows, cols))

@@ -1,4 +1,4 @@
-"""Tests of the orthogonalizers against torch's, and against the schedule's polynomial applied to the singular
+"""Tests of the orthogonalizers: their results must match torch's, and the schedule's polynomial applied to the singular
 values."""
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """Yield variants of a plan with up to 16 buckets, with the buckets in both orders. In some variants, buckets are
-    split into parts with different owners."""
+    """Yield variants of a plan with up to 16 buckets, in forward and in reverse order of the buckets. In some variants,
+    buckets are split into parts with different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)
@@ -184,7 +184,7 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
     """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. With `unlike`,
-    rank 3 reports another machine."""
+    rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(

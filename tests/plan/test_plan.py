@@ -62,7 +62,7 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
         return time.process_time() - start
 
     gc.collect()
-    gc.disable()  # Disabling garbage collection keeps objects of earlier tests out of the measured time.
+    gc.disable()  # Disable garbage collection, so that objects of earlier tests do not affect the measured time.
     try:
         before, start = loop(), time.process_time()
         made = make()

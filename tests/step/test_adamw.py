@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler
 from shardmuon import Muon
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
-# Tensors of the shapes in WHOLE occupy a multiple of 64 bytes in every dtype of DTYPES, so they fill all SIMD
-# registers.
+# Tensors of the shapes in WHOLE occupy a multiple of 64 bytes in every dtype of DTYPES, so each of them fills whole
+# SIMD registers.
 WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
@@ -70,8 +70,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # Loading a state dict of Muon removes the options that only torch.optim.AdamW has, such as amsgrad, so they are
-        # set again.
+        # Loading a state dict that Muon saved removes the options that only torch.optim.AdamW has, such as amsgrad, so
+        # the test sets them again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))

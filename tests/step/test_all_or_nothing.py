@@ -362,8 +362,8 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
             CALLS[call].call(job)
         except BaseException as refused:
             kind, text = type(refused).__name__, str(refused)
-            # Reading an AdamW group fills in its default options, so these options may differ before and after the
-            # call.
+            # Reading the options of an AdamW group fills in its defaults, so these options may differ before and after
+            # the call.
             wrong = [f"refused: {key}" for key in unlike(before, job.held()) if not key.endswith(OF_ADAMW)]
         else:
             CALLS[call].call(twin)

@@ -94,7 +94,7 @@ CPU = partial(
 # audit would report the cleared state.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
-# By default, exceptions are raised in every 12th function of the large jobs. PLANT_STRIDE=1 raises them in every
+# By default, exceptions are raised in every 12th function that a large job calls. PLANT_STRIDE=1 raises them in every
 # function, which takes minutes.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
 # Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier,
@@ -204,7 +204,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     def anew(seed: int) -> None:
         job.set_gradients(10 + seed)
-        # A gradient whose placement differs from that of its parameter makes the ranks redistribute it between two
+        # If a gradient is placed differently from its parameter, the ranks redistribute the gradient between two
         # message exchanges.
         if what == "clip twice":
             grad = job.model.shard.grad
@@ -233,8 +233,8 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         # Gradients are not compared. After a refused unscaling, gradients must be recomputed anyway, and clipping may
         # redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in its own class, so the
-        # exceptions in STAYS do not keep their type.
+        # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
+        # own, so the exceptions in STAYS do not keep their type.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")

@@ -77,9 +77,9 @@ class Case(NamedTuple):
 
     Attributes:
         layout: The layout of the job.
-        how: A key of `HOW`.
-        holder, name, calls: The rank fails after `calls` calls of `holder.name`, or instead of the first call if
-        `calls` is 0.
+        how: A key of `HOW`, which says how the rank fails.
+        holder, name, calls: The rank fails after `calls` calls of the function `holder.name`. If `calls` is 0, it fails
+            instead of the first call.
         says: A pattern for the errors of the other ranks.
         own: A pattern for the error of the failing rank itself, if its process survives.
     """
@@ -94,8 +94,8 @@ class Case(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """Time-out of the second step, in seconds. It is short only if the failing process stays alive, since only then
-        do the other ranks have to wait for the time-out."""
+        """The time-out of the second step, in seconds. It is short only if the failing process stays alive, because
+        only then do the other ranks have to wait for the time-out."""
         return SHORT if self.how == "hangs" or self.own.startswith(("E", "K")) else PATIENT
 
 

@@ -79,8 +79,8 @@ def _loads(view: MatrixView) -> list[Load]:
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
     """One `Side` reads storages with different strides in turn: row-major, transposed, strided with an offset, and
-    row-major again. Each time, it must read the same values. A second `Side` reads tiles that are in reverse order
-    in a buffer."""
+    row-major again. It must read the same values from each of them. A second `Side` must read tiles that are stored
+    in reverse order in a buffer."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     loads, whole = _loads(view), torch.arange(48.0).view(6, 8)
     side = Side(loads, [view], [view.shape])

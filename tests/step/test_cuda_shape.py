@@ -293,9 +293,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
-# Upper limits on the launches that a variant adds to a steady-state step of one rank: for 4 matrices of 4 shapes, and
-# for 16 matrices of the same shapes. Each matrix is summed in a launch of its own, so that its bits do not depend on
-# other matrices. All other operations run on batches or lists.
+# Upper limits on the launches that a variant adds to a steady-state step of one rank. The first limit is for 4 matrices
+# of 4 shapes, the second for 16 matrices of the same shapes. The elements of each matrix are summed in a separate
+# launch, so that the bits of a matrix do not depend on other matrices. All other operations run on batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 

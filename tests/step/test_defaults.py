@@ -99,7 +99,7 @@ def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
 @pytest.mark.parametrize("how", ["loaded", "found"])
 def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
-    """A checkpoint written under another default dtype may contain int8 quantization scales of that dtype. The
+    """A checkpoint written under a different default dtype may contain int8 quantization scales of that dtype. The
     optimizer must convert the scales to fp32 and take the same step as if they had always been fp32."""
     found = []
     for change in (how, ""):

@@ -88,7 +88,7 @@ def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         with torch.no_grad():
-            # Rounding the weights to multiples of 1/4 keeps the next gradients exact.
+            # Rounding the weights to multiples of 1/4 keeps the gradients of the next step exact.
             for local in map(local_if_any, net.parameters()):
                 local.copy_((local * 4).round().clamp(-8, 8) / 4)
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in net.parameters()]

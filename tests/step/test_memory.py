@@ -61,8 +61,8 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
 def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, options: Any) -> None:
     sizes = (MIB // 8, MIB // 2)
     small, large = (RankPool.cached(world).run(_step_peak, layout, size, options) for size in sizes)
-    # Temporary memory for the momentum update, which processes 2**17 elements at a time whatever the bucket size. It is
-    # larger if momentum is stored in a different dtype than fp32.
+    # Temporary memory for the momentum update, which processes 2**17 elements at a time regardless of the bucket size.
+    # It is larger if momentum is stored in a different dtype than fp32.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
     # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This amount is
     # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,

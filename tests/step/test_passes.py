@@ -141,8 +141,8 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gram form halves the FLOPs but would run in fp32, so it is not chosen if bf16 matmuls run at several times
-    the rate of fp32."""
+    """The Gram form halves the FLOPs but would run in fp32, so it must not be chosen if bf16 matmuls run at several
+    times the rate of fp32."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
     found = Choice.made("auto", None, (384, 1536), KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
@@ -219,9 +219,9 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """In fp64, rows differ by sixteen orders of magnitude. Some rows are zero, one matrix is all zeros, and one has an
-    infinite entry. The batched form for accelerators and the form for CPUs, which takes one matrix at a time, must
-    both be accurate."""
+    """Row normalization must be accurate in the batched form for accelerators and in the form for CPUs, which takes one
+    matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite entry. In fp64, rows
+    differ by sixteen orders of magnitude."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)

@@ -1,5 +1,5 @@
-"""Tests of random sequences of events around an optimizer, compared bit for bit with a reference that makes a new dense
-optimizer for every step.
+"""Tests of random sequences of events around an optimizer, compared bit for bit with a reference that creates a new
+dense optimizer for every step.
 
 The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. They
 happen on all ranks or, where the other ranks need not take part, on some.
@@ -285,7 +285,7 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step, and take another step, because an audit checks
+        """Audit the first step after a skipped batch or a refused step. Another step follows, because an audit checks
         the momentum again one step later."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
@@ -309,7 +309,8 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # A group with a variant refuses state that was saved without one, so remove the variant before loading.
+                # A group with a variant refuses state that was saved without a variant, so remove the variant before
+                # loading.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
@@ -325,8 +326,8 @@ class Sequence:
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into a new model and a new optimizer, which was constructed with other options than the
-        saved one."""
+        """Load the saved state into a new model and a new optimizer, which was constructed with different options than
+        the saved optimizer."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()

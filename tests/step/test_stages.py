@@ -92,7 +92,7 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
     """State with five and with eight numbers, including NaNs with payloads, is written at an odd offset of an exchange
-    buffer and read back with other strides. Its bits and the rest of the buffer must not change."""
+    buffer and read back with other strides. The bits of the state and the rest of the buffer must not change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -133,7 +133,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
     """One expert of a stack and one other matrix are zero, and all shards are replicated. Only the first of the four
-    ranks warns about them."""
+    ranks must warn about the zero matrices. Later steps must keep the norms of the first step."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
