@@ -42,7 +42,7 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
 
 
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
-    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of all
+    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of those
     layouts that span all ranks."""
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}

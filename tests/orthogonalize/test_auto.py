@@ -169,8 +169,8 @@ def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str,
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the fast method returns non-finite values for a finite gradient, the result is replaced by zeros with a
-    warning. If the gradient itself is non-finite, the result stays non-finite without a warning."""
+    """If the fast method returns non-finite values for a finite gradient, the result must be replaced by zeros with a
+    warning. If the gradient itself is non-finite, the result must stay non-finite without a warning."""
     x, watch, real = normal(4, 8, 40), FiniteWatch(), ITERATIONS["gram"]
     x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")

@@ -54,14 +54,15 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # A lower estimate is also an error, because it would mean that the cost model has become less strict.
+    # An estimate below the stated value is also an error, because it would mean that the cost model has become less
+    # strict.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Return parameter specs of a random decoder on a random mesh, and the number of shards per replica."""
+    """Return specs of the parameters of a random decoder on a random mesh, and the number of shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -150,7 +151,7 @@ def _machine_of_file(name: str) -> Machine:
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
-    """The machines of the planner must match the hardware files. If ranks run on several machines, the slowest
+    """The planner's table of machines must match the hardware files. If ranks run on several machines, the slowest
     determines the plan. A machine without a hardware file is reported as unknown, and users can pass a `Machine` of
     their own."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES

@@ -1,8 +1,8 @@
 """Tests that a fault on one rank raises an error on all ranks that share parameters with it, and leaves parameters and
 state unchanged.
 
-Each fault changes something on one rank before all ranks make the same call. If the call is refused, the next step must
-be bitwise identical to that of a twin job that never made this call.
+Each fault changes the job on one rank, for example a gradient or an option, before all ranks make the same call. If the
+call is refused, the next step must be bitwise identical to that of a twin job that never made this call.
 """
 
 from __future__ import annotations

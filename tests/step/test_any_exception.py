@@ -218,8 +218,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return the names of the functions found in the call, the functions in which an exception went unnoticed, and the
-    number of injected exceptions that made all ranks raise."""
+    """Return the names of all functions found in the call, the names of those in which an exception went unnoticed, and
+    the number of injected exceptions that made all ranks raise an error."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]

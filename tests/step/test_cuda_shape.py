@@ -220,8 +220,8 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 
 
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
-    """Return the record of the simulated device for one steady-state step, the peak of the step's temporary memory in
-    bytes, and the step's plan."""
+    """Take one steady-state step on the simulated device, as one of `ranks` ranks. Returns the simulated device with
+    its record of the step, the peak of the step's temporary memory in bytes, and the step's plan."""
     d = 768
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     with CudaShape(ranks=ranks, values=False) as mode:
@@ -309,7 +309,7 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 
 
 def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
-    """One foreach call updates all dense tensors at once. Only non-dense tensors take launches of their own."""
+    """One foreach call must update all dense tensors at once. Only non-dense tensors may take launches of their own."""
     with CudaShape(values=False) as mode:
         cut = torch.empty(16, 64, device=CUDA)[:, :32]
         params = [nn.Parameter(t) for t in (cut, *torch.empty(20, 16, 32, device=CUDA))]

@@ -95,8 +95,8 @@ def _net() -> nn.Sequential:
 )
 @on_ranks(2)
 def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any], options: dict[str, Any]) -> None:
-    """Compare three steps with a single-process run on the same gradients. All weights, gradients and momentum must be
-    fp32 and on the CPU."""
+    """Compare three steps of an FSDP2 model with a single-process run on the same gradients. All weights, gradients and
+    momentum must be fp32 and on the CPU."""
     net, twin = _net(), _net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)

@@ -102,8 +102,8 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """A snapshot to which a job can return: weights and state by name, the groups in the optimizer, and the removed
-    groups."""
+    """A snapshot from which a job can be restored: weights and state by name, the groups in the optimizer, and the
+    removed groups."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]
