@@ -138,7 +138,7 @@ MISSING: dict[str, Mapping[int, slice]] = {
 LRS = (0.02, 0.013, 0.05, 0.0307)
 # FSDP1 runs its own backward pass, which leaves no gradient out, so FSDP1 rows use only "all gradients".
 FSDP1 = "fsdp1"
-# On a single rank, the layouts in ALONE still differ from "single", so they are tested there as well.
+# On a single rank, the layouts in ALONE still differ from "single", so they are tested on a single rank as well.
 ALONE = ("ddp", "fsdp2")
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
 

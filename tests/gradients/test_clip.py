@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the gradients, their norm and the clipped gradients of a single process for each norm order. They are the
-    reference for every layout."""
+    """Return the gradients, their norm and the clipped gradients of a single process for each norm order. These values
+    are the reference for every layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):

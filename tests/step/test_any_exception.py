@@ -140,7 +140,7 @@ class Calls(NamedTuple):
     Attributes:
         job: The job that makes the call.
         call: Makes the call.
-        begin, last: The functions between which exceptions are raised, see `known_places`.
+        begin, last: The functions between which exceptions are raised (see `known_places`).
         between: Prepares the job before each call. Takes a seed.
     """
 
@@ -213,7 +213,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # "_none" matches no function name, so exceptions are raised up to the last message exchange.
+    # The name "_none" matches no function, so exceptions are raised in all functions up to the last message exchange.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
@@ -266,8 +266,8 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """Raise an exception on rank 1 in each function that runs after the ranks have agreed on the gradient norm. Returns
-    the function's name and the errors of clipping and of the next step."""
+    """Raise an exception on rank 1 in each function that runs after the ranks have agreed on the gradient norm.
+    Returns, for each function, its name and the errors of clipping and of the next step."""
     join(store)
     job = PLAIN()
     job.step(1)
