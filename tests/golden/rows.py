@@ -1,4 +1,5 @@
-"""Run the golden rows on N ranks with the tree on PYTHONPATH, and write digests of all tensors that a step changes.
+"""Run the golden rows on N ranks with the source tree on PYTHONPATH, and write digests of all tensors that a step
+changes.
 
     PYTHONPATH=TREE/src:tests python -m golden.rows --ranks 4 --out FILE [--only TEXT]
 
@@ -45,8 +46,8 @@ def drawn(name: str, purpose: int, dtype: torch.dtype) -> Tensor:
 
 
 def run(row: Row) -> dict[str, Tensor]:
-    """Run all steps of a row. Returns this rank's weights and optimizer state after each step, keyed by the tensor
-    names of the output file."""
+    """Run all steps of a golden row. Returns this rank's weights and optimizer state after each step, keyed by the
+    tensor names of the output file."""
     kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], dict[str, Tensor]()
     world = dist.get_world_size() if dist.is_initialized() else 1
     names = [name for name in PARAMS if name not in options.without]
@@ -84,7 +85,7 @@ def run(row: Row) -> dict[str, Tensor]:
 
 
 def table_of(only: str) -> dict[str, Digests]:
-    """Return this rank's digests for all rows whose name contains `only`."""
+    """Return this rank's digests for all golden rows whose name contains `only`."""
     warnings.simplefilter("ignore")
     found = {}
     for row in rows_of(dist.get_world_size()):

@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtype of weights, and dtype of matmuls (None: the method's default)."""
+    """The dtype of the weights, and the dtype of matmuls (None for the method's default)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -128,17 +128,19 @@ OPTIONS: dict[str, Options] = {
     "lr in a tensor, cautious": Options({"variant": "cautious"}, lr_tensor=True),
     **{name: Options({"variant": name, **WITHOUT_DECAY}) for name in LATER},
 }
-# Each value maps a step to the slice of parameters without a gradient. The other steps have all gradients.
+# Each value maps step numbers to the slice of parameters that have no gradient in that step. In all other steps, every
+# parameter has a gradient.
 MISSING: dict[str, Mapping[int, slice]] = {
     "all gradients": {},
     "some missing": {1: slice(1, None, 2), 2: slice(0, None, 3)},
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-FSDP1 = "fsdp1"  # FSDP1 runs its own backward pass, which leaves no gradient out, so its rows use "all gradients".
-# On a single rank, the layouts in ALONE still differ from "single", so they are tested there as well.
+# FSDP1 runs its own backward pass, which leaves no gradient out, so FSDP1 rows use only "all gradients".
+FSDP1 = "fsdp1"
+# On a single rank, the layouts in ALONE still differ from "single", so they are tested on a single rank as well.
 ALONE = ("ddp", "fsdp2")
-PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # Number of rows for each layout, keyed by number of ranks.
+PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
 
 
 class Row(NamedTuple):
@@ -155,7 +157,7 @@ class Row(NamedTuple):
 
 
 def dealt(names: Iterable[str], draw: random.Random) -> Iterator[str]:
-    """Yield the names forever, shuffled anew in each round."""
+    """Yield the names forever. Each round yields every name once, in a new random order."""
     pack = list(names)
     while True:
         yield from draw.sample(pack, len(pack))
@@ -176,10 +178,10 @@ def rows_of(world: int) -> Iterator[Row]:
 
 
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of full tensors. The first call for given shapes is collective.
+    """Return this rank's shards of full tensors. The first call for given shapes is collective.
 
     Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2; otherwise
-    they are not sharded.
+    vectors are not sharded.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     case, vectors = LAYOUTS[layout], {name: t for name, t in full.items() if t.ndim == 1}

@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the gradients, their norm and the clipped gradients of a single process, as the reference for every
-    layout."""
+    """Return the gradients, their norm and the clipped gradients of a single process for each norm order. These values
+    are the reference for every layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -193,7 +193,8 @@ def _unused(full: Tensor, mesh: Any) -> nn.Parameter:
 
 
 def _uneven(part: Tensor, mesh: Any) -> nn.Parameter:
-    """Return a row shard of a (6, 3) tensor. The shard may have any number of rows."""
+    """Return a parameter of shape (6, 3) that is sharded by rows. `part` is this rank's shard, and may have any number
+    of rows."""
     cut = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
     return _param(cut, cut)
 
@@ -207,7 +208,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """The arguments of one rank's call of clip_grad_norm_, and the expected norm or error."""
+    """The arguments of one rank's call of clip_grad_norm_, and the norm or the error that the call must give."""
 
     source: Any
     wanted: float | str
@@ -216,7 +217,7 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which jobs are made."""
+    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which jobs are created."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -399,13 +400,14 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# The changes that some ranks make to a call. With "nothing" and "other tensors", the call must still succeed.
+# Changes that some ranks make to the arguments of a call. With "nothing" and "other tensors", the call must still
+# succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """Repeat calls in which one or two ranks change their arguments while the other ranks use cached descriptions of
-    their parameters."""
+    """Repeat calls of clip_grad_norm_ in which one or two ranks change their arguments while the other ranks use cached
+    descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
@@ -437,7 +439,8 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 def _by_turns() -> list[float]:
     """Return the norms of three lists of two tensors. The first tensor is always the same, and the second is sharded,
-    plain, and sharded again, so a cached description of one list must not be used for another."""
+    plain, and sharded again. Each list must get its own norm, although the description cached for a list is found by
+    its first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
@@ -449,8 +452,8 @@ def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool
 
 
 def _gone() -> bool:
-    """Clip the gradients of two parameters, and delete the parameters. Returns whether they and the objects cached for
-    them are freed."""
+    """Clip the gradients of two parameters, and delete the parameters. Returns whether the parameters and the objects
+    cached for them are freed."""
     params = [_sharded(normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)
     bound = _BOUND[params[0]]

@@ -42,7 +42,7 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
 
 
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
-    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of all
+    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of those
     layouts that span all ranks."""
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
@@ -73,7 +73,7 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """For each stack of experts, return the numbers of all experts, of those whose per-expert state this rank stores,
+    """For each stack of experts, return the indices of all experts, of those whose per-expert state this rank stores,
     and of those whose weights it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
@@ -111,7 +111,7 @@ def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world
 
 
 def _read(placement: Placement) -> int:
-    """Return for how many tensors on this rank `bind` computes a fingerprint."""
+    """Return the number of tensors for which `bind` computes a fingerprint on this rank."""
     local = torch.empty(2, 6, device="meta")
     param = nn.Parameter(DTensor.from_local(local, mesh_of((4,)), [placement], run_check=False))
     seen: list[Tensor] = []
@@ -122,14 +122,14 @@ def _read(placement: Placement) -> int:
 
 
 def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
-    """Only tensors with replicas need a fingerprint. Reading the others may be impossible (on the meta device) or take
-    seconds (when offloaded)."""
+    """Only tensors with replicas need a fingerprint. Other tensors must not be read, because reading them may be
+    impossible (on the meta device) or take seconds (when offloaded)."""
     assert [world4.run(_read, how) for how in (Shard(0), Replicate())] == [[1, 1, 0, 0], [2, 2, 1, 1]]
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In 200 random cases, shuffled ranks form up to three grids. Every rank must find its whole grid, although each
-    rank reports only the two groups that it is in."""
+    """In 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must find its whole
+    grid, although each rank reports only the two groups that it belongs to."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
@@ -154,7 +154,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # `known` has a pair (tp_group, process_group) for each of the ranks 0, 1, ..
+    ("known", "message"),  # `known` gives (tp_group, process_group) for each of the ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

@@ -47,13 +47,13 @@ def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
         }
         module = nn.ParameterDict({name: nn.Parameter(t) for name, t in tensors.items()})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that nn.ParameterDict has no forward method
+            warnings.simplefilter("ignore")  # Suppress torch's warning that nn.ParameterDict has no forward method.
             fully_shard(module, mesh=mesh["a0"])
         params |= {name: module[name].detach() for name in tensors}
     return [_fits(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 
-# The number of rows goes from 1 to more than the number of ranks. FSDP shards rows, and TP shards rows or columns. A
+# The number of rows ranges from 1 to more than the number of ranks. FSDP shards rows, and TP shards rows or columns. A
 # single loop varies the numbers of rows and columns together, because the two dims are sharded independently.
 ROWS: list[Case] = [
     ((rows, 3 if tp_dim == 0 else 2 + rows % 8), mesh, tp_dim)
@@ -70,7 +70,8 @@ def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
     """Step a matrix of a single row on two ranks. The second rank's shard is empty, and so is its gradient, but the
-    gradient has another shape than the shard, as with some frameworks."""
+    gradient has a different shape than the shard, as with some frameworks. Returns the shape of this rank's
+    gradient, and whether the weight equals that of a single-process step."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     param = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)], src_data_rank=None))
     full = torch.arange(6.0).view(1, 6)

@@ -80,7 +80,8 @@ UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5, 0), (1, 2, 3, 1
 
 
 def _cut_in_every_way() -> None:
-    """Test Megatron's strided shards, and shards of arbitrary sizes whose only attribute is partition_dim."""
+    """Step Megatron's strided shards, and shards of arbitrary sizes whose only attribute is partition_dim, and compare
+    them with the full matrices."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
@@ -212,14 +213,14 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-FLAT = {  # FLAT maps an expected error to the first element and the size of each rank's range.
+FLAT = {  # Each key is an expected error, and its value gives the first element and the size of every rank's range.
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],
     "offset (12,) and size (14,) is out of bounds of 24 elements": [(0, 12), (12, 14), (24, 0), (24, 0)],
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# Each case gives a function of the rank and the expected error texts. The function returns the parameters, further
+# Each case gives a function of the rank, and the expected error texts. The function returns the parameters, further
 # options of their parameter group, and the optimizer's process groups.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (

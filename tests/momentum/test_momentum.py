@@ -77,7 +77,8 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
-    """The values to round are on and between adjacent bf16 numbers, of both signs and near powers of two."""
+    """Stochastic rounding must have no bias, and must not change values that bf16 represents exactly. The values to
+    round are on and between adjacent bf16 numbers, of both signs and near powers of two."""
     base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0], dtype=torch.float64)
     steps = torch.tensor([-2.3, -1.0, -0.999, -0.5, -0.01, 0.0, 0.001, 0.25, 1.0, 1.7], dtype=torch.float64)
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
@@ -175,7 +176,7 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
 
 
 INT8, ROUNDED = ({"momentum_dtype": dtype, "stochastic_rounding": True} for dtype in ("int8", BF16))
-# The Megatron-core layouts split quantization blocks, so int8 momentum is refused there.
+# Megatron-core layouts split quantization blocks, so they refuse int8 momentum.
 CUT_ANYWHERE = [name for name in LAYOUTS if name.startswith("mcore")]
 STORED = [
     *((name, "blocked", INT8) for name in LAYOUTS if name not in CUT_ANYWHERE),
@@ -258,8 +259,8 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 
 
 def _unnamed() -> str:
-    """Rank 1 lists a replicated parameter at another position than rank 0, so its copy would be rounded with other
-    random bits. Every rank must raise."""
+    """Rank 1 lists a replicated parameter at a different position than rank 0, so its replica would be rounded with
+    different random bits. Every rank must raise an error. Returns its message."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "process_group": (), "tp_group": ()}, {"params": [nn.Parameter(shared)]}]
@@ -273,7 +274,7 @@ def _unnamed() -> str:
 
 def _other_count() -> str:
     """Rank 1 has lost its state. It would round its replica with the random bits of step 1, while the other ranks use
-    those of step 3, so every rank must raise."""
+    those of step 3. Every rank must raise an error. Returns its message."""
     whole = {"w": torch.ones(6, 8, dtype=BF16)}
     w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
     w = nn.Parameter(w)

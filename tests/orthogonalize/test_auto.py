@@ -56,7 +56,7 @@ def test_flops_are_those_that_torch_counts(
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # Row blocks may have unequal sizes, so the FLOPs estimate is not exact.
+        # The estimate is not exact, because row blocks may have unequal sizes.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
@@ -128,8 +128,9 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """Step one matrix on two ranks. The second rank reports another machine if the method is "auto", and otherwise sets
-    another precision flag. Returns the plan's text, and whether the weight was left unchanged."""
+    """Step a matrix that is replicated on two ranks which differ: with the method "auto", the second rank reports a
+    different machine, and with any other method, it sets a different precision flag. Returns the plan's text, and
+    whether the step left the weight unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()
@@ -166,8 +167,8 @@ def test_the_plan_which_is_one_says_how_ranks_are_unlike(method: str, says: str,
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the fast method returns non-finite values for a finite gradient, the result is replaced by zeros with a
-    warning. If the gradient itself is non-finite, the result stays non-finite without a warning."""
+    """If the fast method returns non-finite values for a finite gradient, the result must be replaced by zeros with a
+    warning. If the gradient itself is non-finite, the result must stay non-finite without a warning."""
     x, watch, real = normal(4, 8, 40), FiniteWatch(), ITERATIONS["gram"]
     x[3, 0, 0] = bad
     sound = orthogonalize(x, KELLER, method="gram")
@@ -188,7 +189,8 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Restarts keep rounding noise in the null space from overflowing, so no fallback is needed."""
+    """After long schedules in fp16, singular values must be near 1. Restarts keep rounding noise in the null space from
+    overflowing, so no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
     values = torch.linalg.svdvals(found.double())
@@ -231,7 +233,7 @@ def test_a_compiled_step_is_not_traced() -> None:
 
 # --------------------------------------------------------------------------------------------- bits, and the wire
 
-WIRES = [  # Each case gives the method, the matmul dtype and the wire dtype.
+WIRES = [  # Each row gives the method, the matmul dtype and the wire dtype.
     ("standard", FP32, FP32),
     ("standard", BF16, BF16),
     ("standard", FP16, BF16),

@@ -1,5 +1,5 @@
-"""Tests of each schedule's distance from the polar factor on five spectra, and of the rounding error that each method
-and dtype adds."""
+"""Tests of the error of each schedule on five spectra, measured as the distance from the polar factor, and of the
+rounding error that each method and dtype adds."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ def _where(spectra: Sequence[tuple[str, int, int]]) -> pytest.MarkDecorator:
 
 @lru_cache
 def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a matrix with one of the spectra in fp32, and the singular value decomposition of this matrix in fp64."""
+    """Return an fp32 matrix that has one of the spectra, and the singular value decomposition of this matrix in
+    fp64."""
     x = spectrum(*SPECTRA_AND_RANK_1[at]).float()
     return x, *torch.linalg.svd(x.double(), full_matrices=False)
 
 
 @lru_cache
 def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
-    """Return a matrix with one of SPECTRA in fp64, its polar factor, and a bound on the error of the computed polar
-    factor."""
+    """Return an fp64 matrix that has one of the spectra, its polar factor, and a bound on the error of the computed
+    polar factor."""
     x = spectrum(*SPECTRA[at])
     return x, polar_factor(x), polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)
 
@@ -55,7 +56,7 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
     assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
-# The Gram form in bf16 is missing because it is refused, see test_gram.py.
+# The Gram form in bf16 is missing, because it is refused (see test_gram.py).
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 

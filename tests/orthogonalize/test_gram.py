@@ -39,8 +39,8 @@ def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: in
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Polar Express, fp16 and n = 4 m, both local and full restarts stay within the error bound for one restart,
-    and the local restart needs less memory."""
+    """With Polar Express, fp16 and n = 4 m, both local and full restarts must stay within the error bound for one
+    restart, and the local restart must need less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
@@ -79,20 +79,21 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
 
 
 def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor, num_terms: int) -> None:
-    """Assert that two products are equal within rounding. Each of the two computations rounds at most one product and
-    one sum per term, two scalings, and the sum of two matrices."""
+    """Assert that two matrix products are equal within rounding. Each of the two computations rounds at most one
+    product and one sum per term, two scalings, and the sum of two matrices."""
     assert_rounded(found, wanted, roundings=2 * (num_terms + 3), scale=sizes)
 
 
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-# The first step of FLAT_FIRST has slope 0 at zero, which must not delay the restarts.
+# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts.
 FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 
-def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (rows, cols), fp32
+# Returns an fp32 matrix of shape (rows, cols).
+def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:
     index = torch.arange(rank, dtype=torch.float64)
     values = {"flat": index * 0 + 1, "power": 1 / (1 + index), "log": 10 ** (-3 * index / max(rank - 1, 1))}[kind]
     left, right = (torch.linalg.qr(normal(size, rank, seed=rank, dtype=torch.float64))[0] for size in (rows, cols))

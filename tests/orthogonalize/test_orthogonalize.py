@@ -1,4 +1,4 @@
-"""Tests of the orthogonalizers against torch's, and against the schedule's polynomial applied to the singular
+"""Tests of the orthogonalizers: their results must match torch's, and the schedule's polynomial applied to the singular
 values."""
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def test_singular_vectors_stay_and_values_go_through_the_polynomial(
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs without half-precision instructions, fp32 matmuls are used, with rounding where those instructions would
-    round."""
+    """On CPUs without half-precision instructions, matmuls run in fp32 and round where these instructions would round.
+    The result must match real half-precision matmuls within rounding."""
     x = normal(24, 60)
     monkeypatch.setattr(importlib.import_module("shardmuon.orthogonalize"), "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
@@ -90,8 +90,8 @@ def _batch(shape: tuple[int, int], dtype: torch.dtype = FP32, count: int = 4) ->
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
 @pytest.mark.parametrize("lay", ["contiguous", "transposed", "strided", "expanded"])
 def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> None:
-    """The input must not be written to, although casts such as `.bfloat16()` of a bf16 tensor return the tensor
-    itself."""
+    """The input must not be written to, even where a cast returns the input itself, as `.bfloat16()` does for a bf16
+    tensor."""
     x = _batch((6, 11), dtype)
     x = {
         "contiguous": x,
@@ -112,8 +112,8 @@ def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("power", [-110, -40, 40, 110])
 def test_powers_of_two_change_no_bit(power: int, dtype: torch.dtype, method: str) -> None:
-    """2 ** 110 is 1.3e33. Without normalization, products of such large values would overflow in fp32, and products of
-    values near 2 ** -110 would underflow."""
+    """Scaling the input by a power of two must not change the result. Without normalization, products of values near 2
+    ** 110 (1.3e33) would overflow in fp32, and products of values near 2 ** -110 would underflow."""
     x = _batch((6, 11), dtype, count=2)
     assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
 

@@ -62,7 +62,7 @@ def test_names_of_other_libraries_are_known() -> None:
     assert {name: schedule(name).triples for name in names} == {n: schedule(of).triples for n, of in names.items()}
     assert schedule(KELLER).name == "keller"
     given = [schedule(KELLER), schedule(KELLER, 3), schedule([list(KELLER)] * 2, 9)]
-    # A list of coefficient triples determines the number of steps, as in torch, so the 9 has no effect.
+    # A list of coefficient triples determines the number of steps, as in torch, so the argument 9 has no effect.
     assert [found.triples for found in given] == [(KELLER,) * count for count in (5, 3, 2)]
 
 

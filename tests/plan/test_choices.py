@@ -1,4 +1,5 @@
-"""Tests of plans chosen by estimated time: their share of a training step, and that the choices change nothing else."""
+"""Tests of plans chosen by estimated time: the optimizer's share of a training step, the choice of buckets and owners,
+and the machine rates that the estimates use."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
-# Estimated time of an optimizer step without AdamW's part, in percent of a training step with 4 M tokens on H100s: the
-# upper limit and the current value.
+# Each row gives the upper limit and the current value of the estimated time of an optimizer step on H100s without
+# AdamW's part, in percent of the time of a training step with 4 M tokens.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -37,7 +38,7 @@ TABLE = {
     ("llama3-70b", "shard=64 tp=8"): (1.5, 0.856),
     ("kimi-k2", "pp=4 shard=64 ep=64"): (3.5, 3.47),
 }
-# Upper limits, in GiB, on a step's temporary memory on the rank that needs the most.
+# Upper limits on the temporary memory of a step, in GiB, on the rank that needs the most.
 PEAKS = {
     ("llama3-8b", "shard=8"): 1.55,
     ("llama3-8b", "dp=8 shard=8"): 2.25,
@@ -53,14 +54,15 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
     report = plan(model, mesh, tokens_per_step=4e6)
     promised, stated = TABLE[model, mesh]
     percent = 100 * report.overhead[1]
-    # A lower estimate is an error, too, because it would mean that the cost model has become less strict.
+    # An estimate below the stated value is also an error, because it would mean that the cost model has become less
+    # strict.
     assert f"{percent:.3g}" == f"{stated:.3g}"
     assert percent <= promised
     assert max(c.peak for c in report.exact.classes) <= PEAKS.get((model, mesh), 1.9) * 2**30
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Return parameter specs of a random decoder on a random mesh, and the number of shards per replica."""
+    """Return specs of the parameters of a random decoder on a random mesh, and the number of shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -72,8 +74,8 @@ def _job(seed: int) -> tuple[list[Spec], int]:
 
 
 def _others(made: Plan) -> Iterator[Plan]:
-    """Yield variants of a plan with up to 16 buckets, in ascending and in descending order. Each bucket is kept whole
-    or split into parts with different owners."""
+    """Yield variants of a plan with up to 16 buckets, in forward and in reverse order of the buckets. In some variants,
+    buckets are split into parts with different owners."""
     moving = [bucket for bucket in made.buckets if bucket.exchange]
     items = [made.items[number] for bucket in moving for number in bucket.items]
     number, prices = {item.key: n for n, item in enumerate(made.items)}, _prices(made.specs, items, Policy().machine)
@@ -101,8 +103,9 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner lets replicas share the work even if this takes up to 3% and three inter-node latencies longer,
-    because shared results keep the replicas equal."""
+    """Replicas may either share the work and exchange results, or each do all of the work. The planner lets them share
+    it even if this takes up to 3% and three inter-node latencies longer, because replicas that receive the same
+    results stay equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._NO_GAIN", 0)
@@ -119,9 +122,9 @@ def _num_owners(made: Plan) -> int:
 
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
-    """One of four ranks owns a dense matrix, and each rank has eight experts. Other ranks of the node take over experts
-    from the busy rank, unless a post-processing stage (NorMuon, ..) keeps per-expert state, which would have to be
-    sent as well."""
+    """One of four ranks owns a dense matrix, and each rank has eight experts. Other ranks of the node must take over
+    experts from the busy rank, unless a post-processing stage (NorMuon, ..) keeps per-expert state, which would have
+    to be sent as well."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -132,7 +135,7 @@ def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
 
 
 def _machine_of_file(name: str) -> Machine:
-    """Return a `Machine` with the middle values of a hardware file, rounded to integers."""
+    """Return a `Machine` with the midpoints of the intervals in a hardware file, rounded to integers."""
     of, file = Hardware.load(name).middle, Hardware.load(name)
     network = of("nic") * min(1.0, of("nics_per_node") / of("gpus_per_node")) * of("nic_efficiency")
     passes = of("memory_bandwidth") * of("memory_efficiency"), of("link") * of("link_efficiency"), network
@@ -148,7 +151,7 @@ def _machine_of_file(name: str) -> Machine:
 
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
-    """The machines of the planner must match the hardware files. If ranks run on several machines, the slowest
+    """The planner's table of machines must match the hardware files. If ranks run on several machines, the slowest
     determines the plan. A machine without a hardware file is reported as unknown, and users can pass a `Machine` of
     their own."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
@@ -166,7 +169,7 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
     """The planner estimates the time of communicated matrices only, without the vote and the constant costs of a step.
-    For a plan in which all matrices are communicated, this estimate must be near the printed interval."""
+    For a plan in which all matrices are communicated, this estimate must be near the interval that `Price` reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
@@ -182,7 +185,7 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
     """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. With `unlike`,
-    rank 3 reports another machine."""
+    rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(
@@ -204,7 +207,7 @@ def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
 def test_each_replica_works_for_itself_where_that_is_cheaper_and_machines_are_alike(
     machine: Machine, unlike: bool, owners: int, told: str, world4: RankPool
 ) -> None:
-    """If the ranks are different machines, replicas must share results, because results that each replica computes for
-    itself would drift apart."""
+    """If the ranks run on different machines, replicas must share results, because results that each replica computes
+    for itself would drift apart."""
     for found, text in world4.run(_replicas, machine, unlike):
         assert found == [owners] * len(SHAPES) and told in text

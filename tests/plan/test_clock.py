@@ -16,7 +16,8 @@ B = BucketTimes
 @pytest.mark.parametrize(
     ("ranks", "first", "last", "overlap", "ends"),
     [
-        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),  # A single bucket takes the sum of its phases.
+        # The step takes 10 time units before its only bucket, 15 for the phases of this bucket, and 20 for AdamW.
+        ([[B("a", 1, 2, 3, 4, 5)]], 10, 20, 1.0, [45]),
         # In the first of the next two cases, the links are busy all the time between the first pack and the last apply.
         # In the second, nothing overlaps, so no communication runs during matmuls.
         ([[B(i, 1, 10, 10, 10, 1) for i in range(6)]], 0, 0, 1.0, [1 + 6 * 20 + 1]),
@@ -28,8 +29,8 @@ B = BucketTimes
         ([[B("g", 1, 1, 100, 1, 1)], [B("g", 50, 1, 1, 1, 1)]], 0, 0, 1.0, [153, 153]),
         # A rank-local bucket (without an exchange) waits for no other rank.
         ([[B(None, 1, 0, 2, 0, 3)], [B("b", 9, 9, 9, 9, 9)]], 0, 0, 1.0, [6, 45]),
-        # Ranks that run the buckets in different orders wait for each other, so they end later than at 9, the end time
-        # with equal orders.
+        # If two ranks run their buckets in different orders, they wait for each other and end at 11 and 12. With equal
+        # orders, both end at 9.
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "cba")], 0, 0, 1.0, [11, 12]),
         ([[B(key, 1, 1, 1, 1, 1) for key in order] for order in ("abc", "abc")], 0, 0, 1.0, [9, 9]),
     ],

@@ -30,11 +30,11 @@ def transformer(ranks: int, layers: int, d: int, itemsize: int = 2) -> list[Spec
 EXPERTS = [spec("experts", sharded(matrix_view((64, 32, 48), view="stack"), [range(8)], 1))]
 LOADED = {
     **{f"{ranks} ranks": (transformer(ranks, 12, 384), 1.05) for ranks in (2, 3, 4, 6, 8, 12)},
-    # Each of 16 ranks owns three of 48 matrices with costs 1, 3, 4 and 4, so the mean cost per rank is 9. Longest-first
-    # assignment gives one rank 10.
+    # Each of 16 ranks owns three of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 9.
+    # Assigning matrices in descending order of cost gives one rank 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
-    # Each of 24 ranks owns two of 48 matrices with costs 1, 3, 4 and 4. At best, some rank has 4 + 3, which is 7 / 6 of
-    # the mean.
+    # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. At
+    # best, the most loaded rank has 4 + 3, which is 7 / 6 of the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
 }
@@ -62,7 +62,7 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
         return time.process_time() - start
 
     gc.collect()
-    gc.disable()  # Disabling garbage collection keeps objects of earlier tests out of the measured time.
+    gc.disable()  # Disable garbage collection, so that objects of earlier tests do not affect the measured time.
     try:
         before, start = loop(), time.process_time()
         made = make()
@@ -91,14 +91,14 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix costs 60% of the mean load of a rank, so one rank may be far above the mean.
+    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so one rank may be far above the mean.
     assert 0 < sent < 20 * mean
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """A step has several buckets so that communication overlaps with orthogonalization. It has fewer where owners have
-    few matrices, because a rank without a matrix in a bucket would idle."""
+    """A step has several buckets so that communication overlaps with orthogonalization. It has fewer buckets where
+    owners have few matrices, because a rank without a matrix in a bucket would idle."""
     d, inner = 4096, 11008
     kinds = [
         spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
@@ -114,7 +114,8 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """A reason that applies to many matrices is printed only once, and reasons do not change the digest."""
+    """If many matrices have the same reason for their method, the printed plan gives the reason only once. Reasons must
+    not change the digest of a plan."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())
     assert all(text in str(plan) for text in ("0.qkv", "24x8", "owner", "most loaded rank"))

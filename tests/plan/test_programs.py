@@ -23,7 +23,8 @@ from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, Program, _
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str, policy: Policy) -> None:
-    """Writing the same value twice would not change any result, so the test counts writes."""
+    """Every element must be written exactly once. The test counts writes, because writing the same value twice would
+    not change any result."""
     cases = [(name, LAYOUTS[layout](make()), i) for name, make in VIEWS.items() for i in (0, 1)]
     plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
     weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
@@ -87,8 +88,8 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
 
 
 def test_owners_without_a_choice_count_before_the_others_choose() -> None:
-    """A small matrix is stored on rank 0 alone, so rank 0 must process it. The three large matrices must therefore go
-    to the other ranks."""
+    """A small matrix is stored on rank 0 alone, so rank 0 must process this matrix. The three large matrices must
+    therefore go to the other ranks."""
     small = spec("small", along(matrix_view((4, 4)), 0, {0: [(0, 4)], 1: [], 2: [], 3: []}))
     large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
     assert [(item.owners, item.route) for item in make_plan([*large, small], Policy()).items] == [
@@ -179,8 +180,8 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
 
 
 def _num_filled(line: Sequence[Item], most: int) -> int:
-    """Return the number of shares when the items of `line` fill, one after another, shares of at most `most`
-    elements."""
+    """Return the number of shares that are needed if the items of `line` are put into shares in order, with at most
+    `most` elements per share."""
     num, left = 0, 0
     for item in line:
         num, left = (num + 1, most) if not num or item.numel > left else (num, left)
@@ -225,15 +226,15 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
 
 
 def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tuple[int, ...]) -> list[Copy]:
-    """Return copies of `num` blocks of equal size. Positions are given as (step between blocks, row stride[, first
-    element])."""
+    """Return `num` copies of blocks of the same size. `here` and `there` give the positions as (step between blocks,
+    row stride[, first element])."""
     (step, row, *first), (far_step, far_row, *far_first) = here, there
     starts = [(sum(first) + step * n, sum(far_first) + far_step * n) for n in range(num)]
     return [Copy(sizes, BufferPlace(a, (row, 1)), BufferPlace(b, (far_row, 1))) for a, b in starts]
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """The last list of copies has five senders. Each sends rows of two matrices with 6 columns and of one matrix with 4
+    """In the last case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4
     columns. These copies must be joined into two, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
@@ -249,8 +250,8 @@ def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> N
 
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
-    """The matrices are blocks of a fused weight, one of which is too small for half-precision matmuls and is therefore
-    exchanged in a wider dtype."""
+    """The matrices are blocks of a fused weight. One of them is too small for half-precision matmuls, so it must be
+    exchanged in a wider dtype, in a bucket of its own."""
     layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
     plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
     assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

@@ -1,5 +1,5 @@
-"""Tests that Muon's AdamW parameter groups match torch.optim.AdamW bitwise: updates, state and checkpoints, in a single
-process and on shards."""
+"""Tests that updates, state and checkpoints of Muon's AdamW parameter groups match those of torch.optim.AdamW bitwise,
+in a single process and on shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch.optim import lr_scheduler
 from shardmuon import Muon
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
-# Every tensor in WHOLE occupies a multiple of 64 bytes in every dtype of DTYPES.
+# Tensors of the shapes in WHOLE occupy a multiple of 64 bytes in every dtype of DTYPES, so each of them fills whole
+# SIMD registers.
 WHOLE = ((32,), (64,), (96,), (8, 12), (4, 4, 6))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
@@ -41,7 +42,7 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
     """The results must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of the SIMD width, because
-    the kernel rounds the remaining elements of other sizes differently."""
+    the kernel uses different rounding for elements that do not fill a SIMD register."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -69,8 +70,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
     for at, optimizer in enumerate(made):
         if at:
             optimizer.load_state_dict(copy.deepcopy(made[at - 1].state_dict()))
-        # Loading a state dict of Muon removes the options that only torch.optim.AdamW has, such as amsgrad, so they are
-        # set again.
+        # Loading a state dict that Muon saved removes the options that only torch.optim.AdamW has, such as amsgrad, so
+        # the test sets them again.
         if at == 2:
             optimizer.param_groups[0].update(fused=True, amsgrad=False, maximize=False, foreach=None, capturable=False)
         run(optimizer, params, (2 * at, 2 * at + 1))
@@ -79,8 +80,8 @@ def test_states_load_from_torch_optim_adamw_and_back() -> None:
 
 
 BETTER = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# Each case gives the options of our AdamW group, the equivalent options of torch.optim.AdamW, and a function that makes
-# an LR scheduler (or None).
+# Each case gives the options of Muon's AdamW group, the equivalent options of torch.optim.AdamW, and a function that
+# creates an LR scheduler (or None).
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "a tensor lr": ({**OPTIONS, "lr": torch.tensor(0.25)}, {**OPTIONS, "lr": 0.25}, None),
     "a tensor lr and other options": ({**BETTER, "lr": torch.tensor(0.25)}, {**BETTER, "lr": 0.25}, None),
@@ -127,13 +128,13 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
         assert not job.unlike_whole(dense.named())
     for p in job.specs:
         kept = job.state[p]
-        # Every rank counts the step, including ranks that store no elements of the parameter.
+        # Every rank must increment the step count, even if it stores no elements of the parameter.
         assert float(kept["step"]) == 3.0
         for t in (kept["exp_avg"], kept["exp_avg_sq"]):
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Each function copies a tensor. All but torch.clone change its strides or return a copy at an unaligned address.
+# Functions that copy a tensor. All except torch.clone return a copy with other strides or at an unaligned address.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],

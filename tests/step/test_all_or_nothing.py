@@ -1,8 +1,8 @@
 """Tests that a fault on one rank raises an error on all ranks that share parameters with it, and leaves parameters and
 state unchanged.
 
-Each fault changes something on one rank before all ranks make the same call. If the call is refused, the next step must
-be bitwise identical to that of a twin job that never made this call.
+Each fault changes the job on one rank, for example a gradient or an option, before all ranks make the same call. If the
+call is refused, the next step must be bitwise identical to that of a twin job that never made this call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardmuon.testing.layouts import mesh_of
 
 
 class Fault(NamedTuple):
-    """A change made on one rank, a pattern for the error message on all ranks, and the exception class raised on the
-    changed rank."""
+    """A fault on one rank: the function that makes the change, a pattern for the error message on all ranks, and the
+    exception class raised on that rank."""
 
     do: Callable[[Job], Any]
     says: str
@@ -98,12 +98,12 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    # Muon reads parameter names only when it makes a plan, so discard the plan.
+    # Muon reads parameter names only when it makes a plan. Without a plan, the next call reads the new names.
     job.optimizer.binding = None
 
 
 def _moved(job: Job) -> None:
-    """Move all matrices but the first to a new group with another lr, without changing their order."""
+    """Move all matrices but the first to a new parameter group with a different lr, without changing their order."""
     old = job.groups[0]
     new = {**old, "lr": 0.3}
     for key in ("params", "param_names"):
@@ -112,7 +112,8 @@ def _moved(job: Job) -> None:
 
 
 def _given(**options: Any) -> Callable[[Job], None]:
-    """Return a fault that replaces the optimizer with one that has the same groups but other constructor options."""
+    """Return a fault that replaces the optimizer by one that has the same parameter groups but different constructor
+    options."""
 
     def do(job: Job) -> None:
         keys = {"params", "param_names", "process_group", "use_muon", "adjust_lr_fn"}
@@ -257,7 +258,7 @@ def _placed(kind: str) -> Callable[[Tensor], Tensor]:
         elif kind == "mesh":
             mesh, placements = mesh_of((2, 2)), (Replicate(), Shard(0))
             local = torch.ones(5, 8)
-        # With swapped placements, an off-diagonal rank of the mesh stores a different block of the same shape.
+        # The placements are swapped, so an off-diagonal rank of the mesh stores a different block of the same shape.
         elif kind == "crossed":
             placements = placements[::-1]
         else:
@@ -317,7 +318,7 @@ ALL = FAULTS | REPLICA_FAULTS | SHARD_FAULTS | GRID_FAULTS | WHOLE_FAULTS
 
 
 def _anew(job: Job) -> None:
-    """Clear the state and the plan, so that the next step is like a first step."""
+    """Clear the optimizer's state and plan, so that the next step runs like a first step."""
     job.state.clear()
     job.optimizer.binding = None
 
@@ -338,9 +339,9 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # maps a rank to the fault on that rank
-# the exception class and message that the call raised on a rank, and the names of the values that the refused call
-# changed or that differ from the twin job after the next step
+Round = dict[int, str]  # A Round maps a rank to the name of the fault on that rank.
+# Found gives the class and the message of the exception that a call raised on one rank, and the names of the values
+# that are wrong: those that the refused call changed, and those that differ from the twin job after the next step.
 Found = tuple[str, str, list[str]]
 
 
@@ -361,8 +362,8 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
             CALLS[call].call(job)
         except BaseException as refused:
             kind, text = type(refused).__name__, str(refused)
-            # Reading an AdamW group fills in its default options, so these options may differ before and after the
-            # call.
+            # Reading the options of an AdamW group fills in its defaults, so these options may differ before and after
+            # the call.
             wrong = [f"refused: {key}" for key in unlike(before, job.held()) if not key.endswith(OF_ADAMW)]
         else:
             CALLS[call].call(twin)
@@ -374,7 +375,7 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
 
 
 def _component(layout: str, ranks: set[int]) -> set[int]:
-    """Return all ranks that share parameters with `ranks`, directly or through other ranks."""
+    """Return `ranks` together with all ranks that share parameters with them, directly or through other ranks."""
     for _ in range(8):
         ranks = ranks.union(*(set(sets) for sets in FAMILIES.get(layout, FAMILIES["chain"]) if ranks & set(sets)))
     return ranks
@@ -430,7 +431,7 @@ AGAINST_STATE = (
 )
 # First steps must detect the faults in FRESH as well, because these faults do not depend on optimizer state.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
-# Each case gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
+# Each row gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
 # of rounds in which the call must be refused.
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),

@@ -94,7 +94,7 @@ CPU = partial(
 # audit would report the cleared state.
 AUDITED = partial(INT8, audit_every=1)
 SAVED = partial(_made, _saved, momentum_dtype="int8")
-# By default, exceptions are raised in every 12th function of the large jobs. PLANT_STRIDE=1 raises them in every
+# By default, exceptions are raised in every 12th function that a large job calls. PLANT_STRIDE=1 raises them in every
 # function, which takes minutes.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
 # Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier,
@@ -107,7 +107,7 @@ class Case(NamedTuple):
 
     Attributes:
         world: Number of ranks.
-        jobs: Functions that make a job. Exceptions are raised only in functions that no earlier job has called.
+        jobs: Functions that each create a job. Exceptions are raised only in functions that no earlier job has called.
         what: The name of the call.
         least: The minimum number of injected exceptions that must raise an error on all ranks.
         stride: Exceptions are raised in every `stride`-th function.
@@ -140,7 +140,7 @@ class Calls(NamedTuple):
     Attributes:
         job: The job that makes the call.
         call: Makes the call.
-        begin, last: The functions between which exceptions are raised, see `known_places`.
+        begin, last: The functions between which exceptions are raised (see `known_places`).
         between: Prepares the job before each call. Takes a seed.
     """
 
@@ -204,7 +204,7 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     def anew(seed: int) -> None:
         job.set_gradients(10 + seed)
-        # A gradient whose placement differs from that of its parameter makes the ranks redistribute it between two
+        # If a gradient is placed differently from its parameter, the ranks redistribute the gradient between two
         # message exchanges.
         if what == "clip twice":
             grad = job.model.shard.grad
@@ -213,13 +213,13 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
     clip_or_unscale()
     begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "_align"}[what]
-    # "_none" matches no function name, so exceptions are raised up to the last message exchange.
+    # The name "_none" matches no function, so exceptions are raised in all functions up to the last message exchange.
     return Calls(job, clip_or_unscale, begin, "_none", anew)
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return the names of the functions found in the call, the functions in which an exception went unnoticed, and the
-    number of injected exceptions that made all ranks raise."""
+    """Return the names of all functions found in the call, the names of those in which an exception went unnoticed, and
+    the number of injected exceptions that made all ranks raise an error."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -230,11 +230,11 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # Gradients are not compared. After a refused unscaling, gradients must be computed anew anyway, and clipping
-        # may redistribute a gradient before its second message exchange.
+        # Gradients are not compared. After a refused unscaling, gradients must be recomputed anyway, and clipping may
+        # redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
-        # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in its own class, so the
-        # exceptions in STAYS do not keep their type.
+        # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
+        # own, so the exceptions in STAYS do not keep their type.
         kinds = [kind for kind in KINDS if what not in ("save", "load") or not isinstance(kind, STAYS)]
         planted = known[len(name) % stride :: stride]
         found = plant(calls.call, planted, calls.begin, held, calls.before, kinds=kinds, again=what == "plan")
@@ -266,7 +266,8 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """Return the errors of clipping and of the next step when rank 1 raises after the ranks have agreed on the norm."""
+    """Raise an exception on rank 1 in each function that runs after the ranks have agreed on the gradient norm.
+    Returns, for each function, its name and the errors of clipping and of the next step."""
     join(store)
     job = PLAIN()
     job.step(1)
@@ -310,7 +311,8 @@ def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(
 
 
 def _model_refuses(store: str, folder: str) -> tuple[list[str], list[str]]:
-    """Return the errors raised by loading and by the next step, for a model whose load hook raises on rank 1."""
+    """Load a checkpoint into a model whose load hook raises on rank 1, and return the errors of loading and of the next
+    step."""
     join(store)
     job = SAVED()
     job.step(1)

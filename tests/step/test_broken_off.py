@@ -1,8 +1,8 @@
 """Tests that when a rank fails after all ranks have agreed on a step, the other ranks raise an error that says what to
 do.
 
-Each case runs in new processes. The time-out is long, so that a slow machine breaks no step. After the first step it is
-short in those cases where only the time-out can end the wait.
+Each case runs in new processes. The time-out is long, so that a slow machine does not interrupt a step. After the first
+step, it is shortened in those cases in which only the time-out can end the wait for the failed rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardmuon.step.stages import WeightSet
 from shardmuon.step.update import Side
 from shardmuon.testing import RankPool
 
-# Four owners share 16 matrices, and each bucket has one matrix of each owner.
+# Each of four ranks owns four of 16 matrices, and each bucket has one matrix of each owner.
 NUM_BUCKETS = 4
 PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds, and VICTIM is the rank that fails.
 
@@ -77,9 +77,9 @@ class Case(NamedTuple):
 
     Attributes:
         layout: The layout of the job.
-        how: A key of `HOW`.
-        holder, name, calls: The rank fails after `calls` calls of `holder.name`, or instead of the first call if
-        `calls` is 0.
+        how: A key of `HOW`, which says how the rank fails.
+        holder, name, calls: The rank fails after `calls` calls of the function `holder.name`. If `calls` is 0, it fails
+            instead of the first call.
         says: A pattern for the errors of the other ranks.
         own: A pattern for the error of the failing rank itself, if its process survives.
     """
@@ -94,8 +94,8 @@ class Case(NamedTuple):
 
     @property
     def timeout(self) -> float:
-        """Time-out of the second step, in seconds. It is short only if the failing process stays alive, since only then
-        do the other ranks have to wait for the time-out."""
+        """The time-out of the second step, in seconds. It is short only if the failing process stays alive, because
+        only then do the other ranks have to wait for the time-out."""
         return SHORT if self.how == "hangs" or self.own.startswith(("E", "K")) else PATIENT
 
 
@@ -107,18 +107,20 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a pattern for the error of a step that breaks off in any of the phases `first` to `last`, in the order of
-    `turns`."""
+    """Return a regular expression for the error message of an interrupted step. It accepts any of the phases number
+    `first` to `last`, counted in the order of `turns`. With `relays`, buckets have a relay phase."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
 
 
-# In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the first and the last phase in
-# which another rank may notice the failure. The first phase is that of the oldest exchange that the dead rank may have
-# left half sent, or of the first exchange that another rank starts after the failure. The last phase is the wait for
-# the first exchange that the dead rank never started. In "relay", the rank dies when it has its own results but has not
-# yet sent any of them on to the other replica.
+# In each case, the rank fails in its second bucket. The arguments of `_in_turns` are the numbers of the first and the
+# last phase in which another rank may notice the failure.
+# - The first phase is that of the oldest exchange that the dead rank may have sent only in part, or of the first
+#   exchange that another rank starts after the failure.
+# - The last phase is the wait for the first exchange that the dead rank never started.
+# In "relay", the rank dies after it has received its own results, but before it has sent any of them to the other
+# replica.
 CASES = {
     "vote": Case("fsdp2", "dies", shardmuon.comm.vote, "vote", 0, _VOTE),
     "gather": Case("fsdp2", "dies", Traffic, "start", 2, _in_turns(1, 5)),
@@ -253,18 +255,18 @@ _SCRIPT = "import sys\nfrom test_broken_off import main\nmain(int(sys.argv[1]), 
 @pytest.mark.apart
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_path: Path) -> None:
-    """Check when the other ranks notice the failure.
+    """Check how soon the other ranks raise an error after one rank has failed.
 
-    - If the process died, they fail at once. If it died in the middle of an exchange, gloo may delay the error on some
-    ranks until the time-out.
-    - If the process of the failed rank survives, they fail after the time-out of the process group.
+    - If the process of the failed rank died, the others fail at once. If it died in the middle of an exchange, gloo may
+      delay the error on some ranks until the time-out.
+    - If the process of the failed rank survives, the others fail after the time-out of the process group.
     - A rank that exchanges nothing with the failed rank completes the step, and its next vote reports the missing rank.
     """
     case, store = CASES[name], str(tmp_path / "store")
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
     assert all(err == "" or code for code, _, err in ended), ended
     assert [code for code, *_ in ended] == [3 if rank == VICTIM and gone else 0 for rank in range(4)]
-    took: list[float] = []  # seconds until the error, on each rank that raised one
+    took: list[float] = []  # The time in seconds until each failing rank raised its error.
     for rank in range(4):
         if rank == VICTIM and gone:
             continue
@@ -307,7 +309,7 @@ def _scaled(optimizer: Muon) -> None:
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
     loop: Callable[[Muon], None], where: tuple[Any, str], error: BaseException, named: str
 ) -> None:
-    """A retry after a broken-off step must be refused, because it would update the momentum a second time."""
+    """A retry after an interrupted step must be refused, because it would update the momentum a second time."""
     job, twin = (Job([{"params": [Spec("a", (6, 8))]}, {"params": [Spec("v", (4,))], "use_muon": False}]) for _ in "12")
     for one in (job, twin):
         one.step(0)
@@ -338,7 +340,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 votes once and then leaves, so the step of rank 0 must fail and record that it was broken off."""
+    """Rank 1 votes once and then leaves, so the step of rank 0 must fail and record that it was interrupted."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -352,8 +354,9 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
-    """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These mean nothing in
-    the processes that unpickle it, and must not keep it from recording that its first vote there was broken off."""
+    """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These ranks are
+    meaningless in the processes that unpickle the optimizer. They must not keep it from recording that its first
+    vote in those processes was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

@@ -1,4 +1,5 @@
-"""Tests of whole plans stepped on simulated ranks, compared bit for bit with steps on unsharded tensors."""
+"""Tests that run the steps of whole plans on simulated ranks, and compare the results bitwise with steps on unsharded
+tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from shardmuon.price.machines import MACHINES
 from shardmuon.step import update as update_module
 from shardmuon.step.update import Side
 
-# Each case gives options, a dtype and the maximum number of elements that one call updates.
+# Each case gives optimizer options, the dtype of the weights, and the maximum number of elements that one call updates.
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {
     "plain": ({}, torch.float32, 1 << 17),
     "no nesterov": (
@@ -43,8 +44,9 @@ POLICIES += [Policy(9000, machine) for machine in MACHINES.values()]
 def test_simulated_ranks_have_the_bits_of_the_formula(
     model: list[tuple[ParamLayout, dict[str, Any]]], case: str, policy: Policy, seed: int
 ) -> None:
-    """The model, the options and the bucket size are random. The lr changes in each of three steps, and one gradient is
-    missing in the second."""
+    """Step a random model on simulated ranks, with random options and a random bucket size. The lr changes in each of
+    three steps, and one gradient is missing in the second. The weights must match those of the dense formula
+    bitwise."""
     options, dtype, portion = CASES[case]
     torch.manual_seed(seed)
     weights = [torch.randn(layout.view.shape).to(dtype) for layout, _ in model]
@@ -69,7 +71,7 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
 
 
 def _loads(view: MatrixView) -> list[Load]:
-    """Return the loads that copy all tiles of an unsharded tensor into a contiguous buffer, one tile after another."""
+    """Return loads that copy all tiles of an unsharded tensor into a contiguous buffer, one tile after another."""
     tiles = [tile for by_rank in ParamLayout.replicated(view, (0,)).tiles for tile in by_rank[0]]
     starts = itertools.accumulate((tile.numel for tile in tiles), initial=0)
     return [Load(0, t, BufferPlace(at, row_major(t.sizes))) for t, at in zip(tiles, starts, strict=False)]
@@ -77,8 +79,8 @@ def _loads(view: MatrixView) -> list[Load]:
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
     """One `Side` reads storages with different strides in turn: row-major, transposed, strided with an offset, and
-    row-major again. Each time, it must read the same values. A second `Side` reads tiles that are in reverse order
-    in a buffer."""
+    row-major again. It must read the same values from each of them. A second `Side` must read tiles that are stored
+    in reverse order in a buffer."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     loads, whole = _loads(view), torch.arange(48.0).view(6, 8)
     side = Side(loads, [view], [view.shape])

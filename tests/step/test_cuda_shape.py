@@ -1,7 +1,7 @@
 """Tests of steps on the simulated CUDA device of `cuda_shape.py`: values, kernel launches, host synchronizations and
 memory.
 
-The faults at the end of the file are planted, and the simulated device must detect each of them.
+The table FAULTS lists bugs that are planted in the code, each of which the simulated device must detect.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _values(tensor: Tensor) -> Tensor:
 def _made(
     cut: Cut = _there, which: Sequence[int] = range(len(SHAPES)), dtype: torch.dtype = FP32, **options: Any
 ) -> Job:
-    """Return a job with the parameters of SHAPES whose indices are in `which`, each stored as `cut` returns it."""
+    """Return a job with the parameters of SHAPES whose indices are in `which`. `cut` converts each full parameter; by
+    default, it moves the parameter to the simulated device."""
     specs = [Spec(f"{i}", SHAPES[i], cut, dtype=dtype) for i in which]
     kinds: dict[int, dict[str, Any]] = {2: {}, 3: {"view": "stack"}, 1: {"use_muon": False}}
     groups = [{"params": [spec for spec in specs if len(spec.shape) == n], **kind} for n, kind in kinds.items()]
@@ -60,7 +61,7 @@ def _made(
 
 
 def _found(job: Job) -> dict[str, Tensor]:
-    """Return the weights of a job and the state that post-processing stages keep for them."""
+    """Return, by name, the weights of a job and the state that post-processing stages keep for them."""
     kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
     return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 
@@ -94,8 +95,8 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The values are sums of at most 40 x 16 squares. Each squared number results from fifteen matmuls, whose
-            # elements are sums of at most 40 terms.
+            # The values of post-processing state are sums of at most 40 x 16 squares. Each squared number results from
+            # fifteen matmuls, whose elements are sums of at most 40 terms.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
             # The AdamW updates on both devices round ten operations each, and an update is about as large as lr.
@@ -182,7 +183,8 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Take two steps. Returns this rank's shards, and the host synchronizations and uploads of the second step."""
+    """Take two steps on the simulated device. Returns this rank's shards, and the host synchronizations and uploads of
+    the second step."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         job = _made(lambda full: rows_on(mesh, placement)(_there(full)), **options)
@@ -218,8 +220,8 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 
 
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
-    """Return the record of the simulated device for one steady-state step, the peak of the step's temporary memory in
-    bytes, and the step's plan."""
+    """Take one steady-state step on the simulated device, as one of `ranks` ranks. Returns the simulated device with
+    its record of the step, the peak of the step's temporary memory in bytes, and the step's plan."""
     d = 768
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     with CudaShape(ranks=ranks, values=False) as mode:
@@ -243,14 +245,17 @@ def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int
     return mode, live.peak, optimizer.plan
 
 
-# Upper limits on the kernel launches of a steady-state step, for 48 matrices and 50 vectors at d = 768. A batch takes
-# 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad it with zeros if it is not full, and 1 to write
-# its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls that are split in two. Batches
-# have the same size on every layout (4 matrices here), so that the bits of a matrix do not depend on the layout: a
-# single rank has 15 or 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each. Where torch cannot
-# write an fp16 matmul into a given buffer, the result is copied into an aligned slot. A bucket with an exchange
-# launches momentum twice: for the matrices to send, and then, during the exchange, for the matrices that stay. It also
-# launches one copy for each shape received and one for the matrices to send.
+# Upper limits on the kernel launches of a steady-state step, keyed by method and number of ranks, for 48 matrices and
+# 50 vectors at d = 768.
+# - A batch takes 15 matmuls, 6 launches to normalize (5 for a single matrix), 1 to pad it with zeros if it is not full,
+#   and 1 to write its result. A batch of "gram" takes about 47 launches, half of them for fp16 matmuls that are split
+#   in two.
+# - Batches have the same size on every layout (4 matrices here), so that the bits of a matrix do not depend on the
+#   layout. A single rank has 15 or 16 batches, and the first of 8 ranks has 4 or 5, of one or two matrices each.
+# - Where torch cannot write an fp16 matmul into a given buffer, the result is copied into an aligned slot.
+# - A bucket with an exchange updates momentum in two launches: one for the matrices to send, and one, during the
+#   exchange, for the matrices that stay. It also launches one copy for each shape received and one for the matrices to
+#   send.
 BUDGETS = {
     ("standard", 8): 76,
     ("standard", 1): 375,
@@ -265,11 +270,12 @@ BUDGETS = {
 def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_it_must(
     method: Any, ranks: int
 ) -> None:
-    """The memory bound is a number of buffers, each as large as one owner's part of a bucket (32 MiB).
+    """A steady-state step must not wait for the host, and must keep to the limits on kernel launches and memory.
 
-    Two buffers are for exchanges. Three are for the iterate before and after a matmul and for the transposed result;
-    the Gram form needs a fourth for its m x m matrices and other fp32 tensors. The bound adds one fp32 temporary of at
-    most 2^24 elements for momentum or the update.
+    The memory limit is a number of buffers, each as large as one owner's part of a bucket (32 MiB). Two buffers are for
+    exchanges. Three are for the iterate before and after a matmul and for the transposed result; the Gram form needs a
+    fourth for its m x m matrices and other fp32 tensors. The limit adds one fp32 temporary of at most 2^24 elements for
+    momentum or the update.
     """
     found, above, plan = _count(ranks, method=method)
     assert found.waits == found.uploads == []
@@ -278,7 +284,7 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert found.launches["vote"] == found.launches["validate"] == 0
     assert found.launches["update_momentum"] == 3 * n * min(ranks, 2), "momentum, Nesterov's sum, the copy"
     assert found.launches["start"] == (2 * n if ranks > 1 else 0)
-    # Per bucket, the launches are the weight decay, one addition for each of up to three scales, and the cast of bf16
+    # The launches per bucket are the weight decay, one addition for each of up to three scales, and the cast of bf16
     # results to fp32.
     assert found.launches["apply_results"] <= n * (1 + 3 + 1)
     assert found.launches["step_adamw"] <= 11
@@ -287,9 +293,9 @@ def test_a_steady_step_waits_for_nothing_and_takes_the_launches_and_memory_that_
     assert above <= max(c.peak for c in Exact.of_plan(plan).classes), "what `shardmuon plan` says"
 
 
-# Upper limits on the launches that a variant adds to a steady-state step of one rank: for 4 matrices of 4 shapes, and
-# for 16 matrices of the same shapes. Each matrix is summed in a launch of its own, so that its bits do not depend on
-# other matrices. All other operations run on batches or lists.
+# Upper limits on the launches that a variant adds to a steady-state step of one rank. The first limit is for 4 matrices
+# of 4 shapes, the second for 16 matrices of the same shapes. The elements of each matrix are summed in a separate
+# launch, so that the bits of a matrix do not depend on other matrices. All other operations run on batches or lists.
 ADDED = {name: case.launches for name, case in CASES.items()} | {"muon_eq+normuon": (88, 136)}
 
 
@@ -303,7 +309,7 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 
 
 def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
-    """One foreach call updates all dense tensors at once. Only non-dense tensors take launches of their own."""
+    """One foreach call must update all dense tensors at once. Only non-dense tensors may take launches of their own."""
     with CudaShape(values=False) as mode:
         cut = torch.empty(16, 64, device=CUDA)[:, :32]
         params = [nn.Parameter(t) for t in (cut, *torch.empty(20, 16, 32, device=CUDA))]

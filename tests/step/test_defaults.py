@@ -33,7 +33,8 @@ def _steps(
     scale: float = 1.0,
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
-    """Take three steps under a default dtype or device, and return the storages of all weights and state tensors."""
+    """Take three steps with `default` as torch's default dtype or device, and return the storages of all weights and
+    state tensors."""
     full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [
@@ -43,7 +44,7 @@ def _steps(
     groups: list[dict[str, Any]] = [
         {"params": [("wide", params["wide"])], "variant": "cautious"},
         {"params": [("tall", params["tall"])]},
-        # In fp16, which is also tested, the default eps of 1e-8 would be zero.
+        # In fp16, which is also tested, the default eps of 1e-8 would underflow to zero.
         {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},
     ]
     with process_default(default):
@@ -68,8 +69,8 @@ ALONE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ALONE, ids=str)
 def test_a_default_changes_no_bit_of_a_step(options: dict[str, Any]) -> None:
-    # Gradients near 1e-6 have int8 quantization scales below 1e-7. fp16 cannot represent such scales accurately, so
-    # scales created in a default dtype of fp16 would be noticed.
+    # Gradients near 1e-6 have int8 quantization scales below 1e-7. fp16 cannot represent such scales accurately, so the
+    # test detects scales that are created in a default dtype of fp16.
     for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0), (FP64, 1.0)):
         expected = _steps("float32", options, dtype, scale)
         for name in DEFAULTS:
@@ -98,7 +99,7 @@ def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
 @pytest.mark.parametrize("how", ["loaded", "found"])
 def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
-    """A checkpoint written under another default dtype may contain int8 quantization scales of that dtype. The
+    """A checkpoint written under a different default dtype may contain int8 quantization scales of that dtype. The
     optimizer must convert the scales to fp32 and take the same step as if they had always been fp32."""
     found = []
     for change in (how, ""):

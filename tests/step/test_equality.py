@@ -31,8 +31,9 @@ def _audited(layout: str, **given: Any) -> Comparison:
         return Comparison.with_dense(layout, audit_every=1, **given)
 
 
-# An owner batches fewer matrices than a single process does, so a matrix is in another slot of its batch, beside other
-# matrices. Its bits must not depend on either.
+# Each row gives the comparison, the layouts and the options. On several ranks, an owner batches fewer matrices than a
+# single process, so a matrix may be in a different slot of its batch and next to different matrices. Its result must
+# not depend on either.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
@@ -70,7 +71,8 @@ BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
 )
 @on_ranks(4)
 def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, options: dict[str, Any]) -> None:
-    """For options that torch supports, the result also equals that of torch.optim.Muon."""
+    """Updates must match a single-process run bitwise. With `Comparison.with_torch`, they must also match
+    torch.optim.Muon."""
     found = compare(layout, lr=0.02, steps=2, **options)
     assert (found.bitwise, found.max_difference) == (True, 0.0)
 
@@ -79,7 +81,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The loop over numbers of ranks is the outer one, so that each pool of ranks starts only once.
+        # The outer loop is over the number of ranks, so that each pool of ranks starts only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],
@@ -97,7 +99,8 @@ def test_a_row_cuts_later_tensors_as_its_builder_does() -> None:
     full = {name: torch.randn(case.shape).bfloat16() for name, case in PARAMS.items()}
     for name, row in LAYOUTS.items():
         shape = row.mesh(dist.get_world_size())
-        # The first call of `build` caches the sharding, which the second call applies to tensors with other values.
+        # The first call of `build` caches the sharding, and the second call applies it to tensors with different
+        # values.
         row.build({n: torch.zeros_like(t) for n, t in full.items()}, shape)
         cut, built = row.build(full, shape), row.builder(full, shape)
         assert [n for n in built if _seen(cut[n]) != _seen(built[n])] == [], name
@@ -117,8 +120,8 @@ def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
-    """A step has one vote and two exchanges. With sharded replicas, a third exchange passes results on to the other
-    replicas. With unsharded replicas, a single exchange suffices."""
+    """A step must have one vote and two exchanges. With sharded replicas, a third exchange passes results on to the
+    other replicas. With unsharded replicas, a single exchange suffices."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
     assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(LAYOUTS[layout].exchanges, 1)}
@@ -204,7 +207,7 @@ def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> No
 
 @on_ranks(3)
 def test_replicas_that_exchange_nothing_agree_before_a_step() -> None:
-    """All ranks must refuse a step if one rank lacks a gradient, or if only one rank asked for an audit."""
+    """All ranks must refuse a step if one rank lacks a gradient, or if only one rank requested an audit."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
     with by_rates(APART):

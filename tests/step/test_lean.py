@@ -52,7 +52,7 @@ def test_launches_grow_with_shapes_not_with_matrices(method: str) -> None:
 
 
 def _calls(step: Callable[[], Any]) -> int:
-    """Count the Python and C function calls made by `step`."""
+    """Return the number of Python and C function calls made by `step`."""
     calls = 0
 
     def watch(frame: Any, event: str, arg: Any) -> None:
@@ -76,8 +76,8 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
-    # A matrix may take 28 calls, of which 16 are overhead. The others belong to matmuls, which take some 500 calls per
-    # batch of 64 matrices.
+    # Each matrix may add at most 28 function calls to a step. Of these, 16 are overhead. The others belong to matmuls,
+    # which take some 500 calls per batch of 64 matrices.
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
@@ -96,11 +96,12 @@ def test_python_per_dtensor_is_bounded() -> None:
 
 @pytest.mark.parametrize(("replicas", "shards", "passed"), [(1, 64, 0), (1, 1024, 0), (2, 32, 16), (16, 64, 30)])
 def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int, passed: int) -> None:
-    """The busiest rank owns one or two of 72 matrices and stores a shard of each matrix.
+    """The number of function calls in a step must stay below the same limit on 64 and on 1,024 ranks.
 
-    The matrices have four shapes, one of which does not divide evenly. With more replicas, the only additional calls
-    are copies of the results that the owner passes on to other replicas. `passed` is the number of these copies after
-    adjacent copies are merged.
+    The test counts the calls of the busiest rank, which owns one or two of 72 matrices and stores a shard of each
+    matrix. The matrices have four shapes, one of which does not divide evenly. With more replicas, the only additional
+    calls are copies of the results that the owner passes on to other replicas. `passed` is the number of these copies
+    after adjacent copies are merged.
     """
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]

@@ -54,7 +54,7 @@ def _batch(step: int, micro: int, rank: int) -> Tensor:
     return _whole(2, 6, seed=1000 * step + 100 * micro + rank)
 
 
-# In step UNUSED, no batch uses the layer `side`.
+# No batch of step number UNUSED uses the layer `side`.
 UNUSED = 1
 MICROS = 3
 
@@ -88,7 +88,7 @@ def _trained(engine: str, set_to_none: bool, sync_every: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         with torch.no_grad():
-            # Rounding the weights to multiples of 1/4 keeps the next gradients exact.
+            # Rounding the weights to multiples of 1/4 keeps the gradients of the next step exact.
             for local in map(local_if_any, net.parameters()):
                 local.copy_((local * 4).round().clamp(-8, 8) / 4)
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in net.parameters()]
@@ -109,7 +109,7 @@ def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_
 
 
 def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
-    """Return the parameter groups of a job whose three matrix parameters use the given layouts in rotation."""
+    """Return the parameter groups of a job. Its three matrix parameters use the given layouts in rotation."""
     rest = as_in({"ddp": "ddp", "tp": "replicate"}.get(layouts[0], "fsdp2"))
     vectors = {"params": [Spec("bias", (9,), rest), Spec("gain", (3,), rest)], "lr": 0.01, "use_muon": False}
     first, second, third = itertools.islice(itertools.cycle(map(as_in, layouts)), 3)
@@ -141,7 +141,8 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
     groups, scales = _scaled(layouts, vectors_only), []
     job, dense, scaler = Job(groups, **LAYOUTS[layouts[0]].options(dist.get_world_size())), whole(groups), _scaler()
     for seed in range(1, 6):
-        # With seed 1, a step is skipped before the optimizer has any state.
+        # Infinite gradients make the scaler skip the steps with seeds 1 and 4. In the first of them, the optimizer has
+        # no state yet.
         infinite = seed in (1, 4)
         job.set_gradients(seed)
         dense.set_gradients(seed)

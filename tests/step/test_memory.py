@@ -35,8 +35,8 @@ SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12
 
 
 def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int]:
-    """Return the peak memory of the second step, and the peak that `shardmuon plan` estimates for this step. Matmuls
-    and exchanges are in fp32."""
+    """Return the peak memory of the second step, and the peak that `shardmuon plan` estimates for this step, both in
+    bytes. Matmuls and exchanges are in fp32."""
     given: dict[str, Any] = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "method": "standard", "ns_dtype": FP32}
     given |= options | LAYOUTS[layout].options(dist.get_world_size())
     job = Job([{"params": [Spec(f"w{i}", shape, as_in(layout)) for i, shape in enumerate(SHAPES)]}], **given)
@@ -63,14 +63,14 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     small, large = (RankPool.cached(world).run(_step_peak, layout, size, options) for size in sizes)
     # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This much is
+    # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This amount is
     # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,
     # which exchange data twice).
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)
-    # A smaller bucket limit must not take more memory. The peaks may be equal, because the planner chooses bucket sizes
-    # by estimated time and may stay below the limit.
+    # A smaller bucket limit must not increase the peak. The peaks may be equal, because the planner chooses bucket
+    # sizes by estimated time and may stay below the limit.
     assert max(p for p, *_ in small) <= max(p for p, *_ in large)
 
 
@@ -94,8 +94,8 @@ def _net() -> nn.Sequential:
 )
 @on_ranks(2)
 def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any], options: dict[str, Any]) -> None:
-    """Compare three steps with a single-process run on the same gradients. All weights, gradients and momentum must be
-    fp32 and on the CPU."""
+    """Compare three steps of an FSDP2 model with a single-process run on the same gradients. All weights, gradients and
+    momentum must be fp32 and on the CPU."""
     net, twin = _net(), _net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     ours = Muon(list(net.named_parameters()), lr=0.02, **options)
@@ -116,8 +116,8 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any
 
 @on_ranks(2)
 def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
-    """Build the DTensor that CPUOffloadPolicy would create on a CUDA mesh, with its storage on the CPU, so that the
-    test needs no CUDA device."""
+    """State of offloaded parameters must be created on the CPU. The test builds the DTensor that CPUOffloadPolicy would
+    create on a CUDA mesh, with its storage on the CPU, so that it needs no CUDA device."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
     w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))

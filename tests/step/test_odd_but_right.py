@@ -32,8 +32,8 @@ def _rows(cut: Callable[[], Cut], *shapes: tuple[int, int]) -> Callable[[], list
 
 
 def _megatron(layout: str, dtype: torch.dtype, **options: Any) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that makes parameter groups of matrices and a stack. Some ranks store no elements of them and
-    have no gradient."""
+    """Return a function that creates parameter groups of two matrices and a stack of matrices. Ranks that store no
+    elements of a parameter have no gradient for it."""
 
     def groups() -> list[dict[str, Any]]:
         few, many, stack = (
@@ -50,12 +50,12 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Return groups over overlapping rank sets: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
+    """Return parameter groups over overlapping rank sets: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
 
-    Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1 while rank 3 has none.
+    Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1, while rank 3 has no bucket.
     """
     sets = {"all": (0, 1, 2, 3), "a": (0, 2, 3), **{f"b{i}": (1, 2) for i in range(4)}, "c": (2, 3)}
-    # Making a mesh is a collective operation, so every rank makes all meshes.
+    # Creating a mesh is a collective operation, so every rank creates all meshes.
     on = {ranks: rows_on(DeviceMesh("cpu", ranks)) for ranks in dict.fromkeys(sets.values())}
     mine = [Spec(name, (12, 10), on[ranks]) for name, ranks in sets.items() if dist.get_rank() in ranks]
     return [{"params": mine}, *alone()]
@@ -100,8 +100,8 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
     for seed in (1, 2, 3, 4):
         for one in (job, dense):
             one.set_gradients(seed)
-            # Two parameters have no gradient in steps 1 and 3. When they are skipped in step 1, no state must be
-            # created for them.
+            # Two parameters have no gradient in steps 1 and 3. Skipping them in step 1 must not create any state for
+            # them.
             if seed in (1, 3):
                 one.first.grad = one.adamw.grad = None
         before = local_if_any(job.first).detach().clone()
@@ -124,7 +124,8 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
 
 
 def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
-    """As in torch.optim.Muon, a parameter with a gradient is stepped even if requires_grad is False."""
+    """As in torch.optim.Muon, a parameter without a gradient is skipped, and a parameter with a gradient is stepped
+    even if requires_grad is False."""
     groups = [{"params": [Spec("a", (9, 7)), Spec("b", (6, 10))]}]
     mine, theirs = Job(groups, lr=0.1, method="torch"), Job(groups)
     torchs = torch.optim.Muon(list(theirs.specs), lr=0.1)
@@ -153,11 +154,11 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 )
 @on_ranks(4)
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
-    """All ranks place a gradient differently from its parameter, and the step must redistribute it.
+    """All ranks place a gradient differently from its parameter, and the step must redistribute the gradient.
 
-    In one of the cases, the gradient is still in flight in an async collective, and the step runs under another default
-    device. Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the end, an
-    AdamW vector must be stepped on exactly those ranks that have a gradient for it.
+    In one of the cases, the gradient is still in flight in an async collective, and the step runs under a different
+    default device. Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the
+    end, an AdamW vector must be stepped on exactly those ranks that have a gradient for it.
     """
     vector = {"params": [Spec("vector", (8, 4), as_in(layout))], "use_muon": False}
     job, twin = (Job([*shards(layout), *alone(), vector]) for _ in range(2))
@@ -195,8 +196,8 @@ def test_a_gradient_placed_otherwise_is_no_fault_of_ranks_outside_of_its_mesh() 
 # ----------------------------------------------------------------------- storage that is not what the placements claim
 
 ROWS, OTHER_ROWS = [Replicate(), Shard(0)], [Shard(0), Replicate()]
-# Each case gives a mesh shape, the placements, the placements on rank 1, the first row and the number of rows (of 9)
-# that each rank stores, and a part of the error message.
+# Each case gives a mesh shape, the placements on most ranks, the placements on rank 1, the first row and the number of
+# rows (of 9) that each rank stores, and a part of the expected error message.
 LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int, int]], str]] = {
     "two axes": (
         (2, 2),
@@ -276,8 +277,8 @@ def test_storage_that_no_layout_explains_is_refused_on_all_ranks(name: str) -> N
 def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
-    """Rank 1 either rounds matmuls to another dtype or has a table of machine rates that favors more buckets. The first
-    step must be refused, unless the options fix the matmul dtype and nothing else differs."""
+    """Rank 1 either rounds matmuls to a different dtype or has a table of machine rates that favors more buckets. The
+    first step must be refused, unless the options fix the matmul dtype and nothing else differs."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:
@@ -301,8 +302,8 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
 @pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
 @on_ranks(4)
 def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str) -> None:
-    """Rank 3 steps two optimizers in the opposite order, which must be refused. Afterwards all ranks step them in the
-    same order, and the results must equal those of twin optimizers."""
+    """Rank 3 steps two optimizers in the opposite order, so both steps must be refused. Afterwards all ranks step the
+    optimizers in the same order, and the results must equal those of twin optimizers."""
     jobs = [Job(layout_of(layout)) for _ in range(4)]
     for one in jobs:
         one.step(0)

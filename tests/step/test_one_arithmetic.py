@@ -18,7 +18,8 @@ from shardmuon.testing.pool import RankPool
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Yield digests from a new process that has no cache and a read-only home directory, which must stay empty."""
+    """Yield digests of the weights after three steps in a new process, which has no cache and a read-only home
+    directory. The home directory must stay empty."""
     home = tmp_path_factory.mktemp("home")
     home.chmod(0o555)
     env = {key: value for key, value in os.environ.items() if key != "XDG_CACHE_HOME"}
@@ -29,8 +30,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, str], world2: RankPool) -> None:
-    """A matrix must have the same bits in every case: with its own optimizer, with one optimizer for all matrices, on
-    each of two ranks, and in a fresh process."""
+    """The update of a matrix must be bitwise identical in every case: with its own optimizer, with one optimizer for
+    all matrices, on each of two ranks, and in a fresh process."""
     assert stepped_alone() == fresh
     assert stepped_alone(apart=True) == fresh
     assert world2.run(stepped_alone) == [fresh, fresh]

@@ -65,9 +65,9 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=str)
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
-    """A step makes seven passes over a matrix, wide or tall: two for momentum (the buffer and the Nesterov update), and
-    one each for the copy to the batch, the norm, the division, the copy back and the update of the weight. The
-    shapes are multiples of the chunk size of norms, so that a norm is a single operation."""
+    """A step makes seven passes over a matrix, whether the matrix is wide or tall: two for momentum (the buffer and the
+    Nesterov update), and one each for the copy to the batch, the norm, the division, the copy back and the update of
+    the weight. The shapes are multiples of the chunk size of norms, so that a norm is a single operation."""
     found = Counter(name.rstrip("_") for name in _passes(*shape, method="standard").elements())
     wanted = {"_foreach_lerp": 2, "_foreach_copy": 1, "linalg_vector_norm": 1, "div": 1, "_foreach_add": 1, "copy": 1}
     assert found == wanted
@@ -95,9 +95,13 @@ def _reference(x: Tensor) -> Tensor:
 def test_both_forms_of_the_norm_are_right_at_any_scale(
     factor: float, count: int, dtype: torch.dtype, form: Any
 ) -> None:
-    """The tolerance counts the roundings of the norm and the quotient to fp32 (2^-24 each) and the rounding to `dtype`.
+    """Both implementations of normalization must match an fp64 reference within rounding, for very small and very large
+    matrices.
+
+    The tolerance counts the roundings of the norm and the quotient to fp32 (2^-24 each) and the rounding to `dtype`.
     The sum of 24 x 40 squares, added pairwise or in 16 SIMD lanes, has at most 60 roundings, which the square root
-    halves, so 32 * 2^-24 covers all of them."""
+    halves, so 32 * 2^-24 covers all of them.
+    """
     x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
     found = form(x.mT, dtype)
     assert found.dtype == dtype
@@ -137,8 +141,8 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gram form halves the FLOPs but would run in fp32, so it is not chosen if bf16 matmuls run at several times
-    the rate of fp32."""
+    """The Gram form halves the FLOPs but would run in fp32, so it must not be chosen if bf16 matmuls run at several
+    times the rate of fp32."""
     monkeypatch.setattr("shardmuon.orthogonalize.cpu_has_bf16_matmul", lambda: native)
     found = Choice.made("auto", None, (384, 1536), KELLER, CPU)
     assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
@@ -160,8 +164,8 @@ def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
-    """Each of four ranks orthogonalizes two of eight replicated matrices. For the other six, it only updates the
-    momentum."""
+    """Each of four ranks orthogonalizes two of eight replicated matrices. For the other six, it updates the momentum
+    without computing the Nesterov update."""
     shape = (16, 24)
     layout = ParamLayout.replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
@@ -195,7 +199,8 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(37, 101), (101, 37), (1, 9), (9, 1), (64, 64)], ids=str)
 def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """A sum of n positive terms has at most n roundings. Six more are for the squares and the root."""
+    """Norms of rows and columns must be as accurate as sums in fp32, or in fp64 for fp64 matrices. A sum of n positive
+    terms has at most n roundings. The squares and the root add six more."""
     wide = torch.float64 if dtype == torch.float64 else FP32
     for turned in (False, True):
         x = normal(1, *shape).to(dtype)
@@ -214,9 +219,9 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """In fp64, rows differ by sixteen orders of magnitude. Some rows are zero, one matrix is all zeros, and one has an
-    infinite entry. The batched form for accelerators and the form for CPUs, which takes one matrix at a time, must
-    both be accurate."""
+    """Row normalization must be accurate in the batched form for accelerators and in the form for CPUs, which takes one
+    matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite entry. In fp64, rows
+    differ by sixteen orders of magnitude."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)
@@ -232,7 +237,7 @@ def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turn
     for matrix in one_by_one.split(1):
         MuonEq().run_(matrix)
     _unit_anyway_(x)
-    # The roundings are those of a sum of 40 squares, two square roots, their product, its reciprocal and the final
+    # `few` counts the roundings of a sum of 40 squares, two square roots, their product, its reciprocal and the final
     # product.
     few = 40 + 6 if dtype != BF16 else 2
     for found in (x, one_by_one):

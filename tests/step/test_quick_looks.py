@@ -97,7 +97,7 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# TOLD maps some of the changes to patterns for their error messages.
+# TOLD maps some of the changes to patterns for the error messages that these changes must cause.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",

@@ -1,5 +1,5 @@
-"""Tests of random sequences of events around an optimizer, compared bit for bit with a reference that makes a new dense
-optimizer for every step.
+"""Tests of random sequences of events around an optimizer, compared bit for bit with a reference that creates a new
+dense optimizer for every step.
 
 The events are skipped batches, errors, saving and loading, added and removed groups, copies and replaced tensors. They
 happen on all ranks or, where the other ranks need not take part, on some.
@@ -80,7 +80,7 @@ AROUND: list[Callable[[], Any]] = [
 
 @dataclass
 class Group:
-    """A parameter group: its parameters, their options and the ranks that have them."""
+    """A parameter group: its parameters, their options and the ranks on which the group exists."""
 
     specs: list[Spec]
     options: dict[str, Any]
@@ -88,7 +88,8 @@ class Group:
 
 
 def groups_in(layout: str) -> list[Group]:
-    """Return the groups of a layout. In "chain" each group of matrices is replicated over two neighbouring ranks."""
+    """Return the parameter groups of a layout. In "chain", each group of matrices is replicated over two neighbouring
+    ranks."""
     sets = FAMILIES.get(layout, [(0, 1, 2, 3)])
     cut = torch.clone if layout in (*FAMILIES, "alone") else as_in(layout)
     made = []
@@ -101,18 +102,19 @@ def groups_in(layout: str) -> list[Group]:
 
 @dataclass
 class Kept:
-    """A snapshot to which a job can return: weights and state by name, the groups in the optimizer, and the removed
-    groups."""
+    """A snapshot from which a job can be restored: weights and state by name, the groups in the optimizer, and the
+    removed groups."""
 
     named: dict[str, dict[str, Any]]
     groups: list[Group]
     away: list[Group] = field(default_factory=list)
-    files: Path | None = None  # the checkpoint folder, if the snapshot was saved to files
-    states: Any = None  # state dicts of the model and the optimizer, if the snapshot was not saved to files
+    files: Path | None = None  # The checkpoint folder, or None if the snapshot was not saved to files.
+    states: Any = None  # The state dicts of the model and the optimizer, or None if the snapshot was saved to files.
 
 
 class Sequence:
-    """A job and its reference, which go through the same random events. All ranks draw the same events."""
+    """A job and its dense reference, which go through the same random events. The random generators of all ranks have
+    the same seed, so all ranks choose the same events."""
 
     def __init__(self, seed: int, folder: Path, layout: str) -> None:
         self.chance, self.folder, self.layout = random.Random(seed), folder, layout
@@ -159,16 +161,18 @@ class Sequence:
             del self.job.groups[at]
 
     def _concerned(self, *, anew: bool = False) -> bool:
-        """Draw a random subset of ranks, and return whether this rank is in the subset.
+        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, it always
+        is.
 
-        With `anew`, every rank of the "chain" layout is drawn: a new optimizer has not voted yet, and no rank set of
-        the chain contains all ranks.
+        Pass `anew` for events that create a new optimizer, which must happen on every rank of the "chain" layout. A new
+        optimizer has not voted yet, so it finds only the ranks with which it shares parameters directly, and no rank
+        set of the chain contains all ranks.
         """
         drawn = self.rank in self.chance.sample(range(4), self.chance.randrange(1, 5))
         return drawn or self.layout == "alone" or (anew and self.layout == "chain")
 
     def _ruled(self, name: str) -> dict[str, Any]:
-        """Return the expected weight and state of a parameter, leaving out state that a former optimizer or variant
+        """Return the expected weight and state of a parameter, leaving out state that an earlier optimizer or variant
         left behind."""
         known = self.now.named[name]
         (options,) = (g.options for g in self.now.groups if name in [spec.name for spec in g.specs])
@@ -178,7 +182,8 @@ class Sequence:
         return {key: value for key, value in known.items() if key not in stale}
 
     def backward(self, missing: bool = False) -> dict[str, Tensor]:
-        """Set the gradients of the job, and return them as full tensors."""
+        """Set the gradients of the job, and return them as full tensors. With `missing`, some parameters get no
+        gradient."""
         self.batch += 1
         form, turned = self.chance.choice(list(FORMS)), self._concerned()
         names = sorted({spec.name for group in self.now.groups for spec in group.specs} - self.frozen)
@@ -231,7 +236,8 @@ class Sequence:
         self.train(missing=True)
 
     def train_with_options_in_other_words(self) -> None:
-        """On some ranks, pass the same option values as other types, such as the lr as a tensor, and take a step."""
+        """On some ranks, pass the same option values as different types (for example, the lr as a tensor), and take a
+        step."""
         before = [dict(group) for group in self.job.groups]
         if self._concerned():
             for group in self.job.groups:
@@ -250,8 +256,7 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def interrupt_a_step(self) -> None:
-        """Interrupt a step at a random operation. Either the step has changed nothing, or the job must be rolled
-        back."""
+        """Interrupt a step at a random operation. The job must be rolled back, unless the step has changed nothing."""
         grads, done = self.backward(), list[bool]()
         hook = self.job.optimizer.register_step_post_hook(lambda *_: done.append(True))
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
@@ -280,7 +285,7 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step, and take another step, because an audit checks
+        """Audit the first step after a skipped batch or a refused step. Another step follows, because an audit checks
         the momentum again one step later."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
@@ -289,8 +294,8 @@ class Sequence:
             assert check.report.ok, check.report.findings
 
     def save(self) -> None:
-        """Save checkpoint files or copy the state dicts. Files are only saved if all ranks have the same parameters, as
-        a checkpoint requires."""
+        """Save checkpoint files or copy the state dicts. Checkpoint files are saved only if all ranks have the same
+        parameters, as a checkpoint requires."""
         both = self.job.model, self.job.optimizer
         self.saved = copy.deepcopy(Kept(self.now.named, self.now.groups, self.now.away))
         if self.chance.random() < 0.3 and self.layout != "chain":
@@ -304,7 +309,8 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # A group with a variant refuses state that was saved without one, so remove the variant before loading.
+                # A group with a variant refuses state that was saved without a variant, so remove the variant before
+                # loading.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
@@ -314,13 +320,14 @@ class Sequence:
         self.now = copy.deepcopy(self.saved)
 
     def roll_back(self) -> None:
-        """Load the saved state into the same objects if the groups are unchanged, and into new objects otherwise."""
+        """Load the saved state into the same objects if the parameter groups are unchanged, and into new objects
+        otherwise."""
         told = [[[spec.name for spec in group.specs] for group in kept.groups] for kept in (self.now, self.saved)]
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into a new model and a new optimizer, which was constructed with other options than the
-        saved one."""
+        """Load the saved state into a new model and a new optimizer, which was constructed with different options than
+        the saved optimizer."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
@@ -349,7 +356,8 @@ class Sequence:
                     self.job.state[new] = self.job.state.pop(old)
 
     def make_the_optimizer_anew(self) -> None:
-        """Replace the optimizer by a new one, which has no plan yet but is given the state of the old one."""
+        """On some ranks, replace the optimizer by a new one, which has no plan yet but is given the state of the old
+        one."""
         if self._concerned(anew=True):
             kept = self.job.state
             named = [{**group, "param_names": list(group["param_names"])} for group in self.job.groups]
@@ -368,8 +376,8 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Change to a variant, to another one, and back. The state that the first variant kept is discarded on
-        the way."""
+        """Train with one variant, with a second one, and with the first again. The state that the first variant kept
+        must be discarded in between."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return
@@ -379,8 +387,8 @@ class Sequence:
             self.train()
 
     def change_the_optimizer(self) -> None:
-        """Step matrices with AdamW and then with Muon again. Each change starts with new state, and a state dict has no
-        state of the former optimizer."""
+        """Train a group of matrices with AdamW and then with Muon again. Each change starts with new state, and a state
+        dict must contain no state of the previous optimizer."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"] or self.frozen & {spec.name for spec in group.specs}:
             return

@@ -43,13 +43,14 @@ from shardmuon.variants import VARIANTS, stages_of
 
 STAGED = [name for name, row in VARIANTS.items() if row]
 ORDERS = [names for count in range(1, len(STAGED) + 1) for names in itertools.permutations(STAGED, count)]
-# Many orders of variant names give the same tuple of stages. Each tuple is kept once, under the first order that gives
-# it.
+# Several orders of the variant names lead to the same tuple of stages. JOINED maps each tuple of stages to the first
+# such order.
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a group with a variant. Hyperball gets no weight decay, because it does not support any."""
+    """Return the options of a parameter group with this variant. Hyperball does not support weight decay, so its weight
+    decay is 0."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
@@ -65,8 +66,8 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 def test_variants_side_by_side_have_their_own_rules(
     layout: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups with different variants, and one group with plain Muon, share a plan. `_PART` is reduced so that norms of
-    weights are summed in many small parts."""
+    """Groups with different variants, and one group with plain Muon, share a plan, and each must match the dense
+    formula of its own variant. `_PART` is reduced so that norms of weights are summed in many small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     compare(layout, [None, *JOINED.values()], policy)
 
@@ -91,7 +92,7 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
     """State with five and with eight numbers, including NaNs with payloads, is written at an odd offset of an exchange
-    buffer and read back with other strides. Its bits and the rest of the buffer must not change."""
+    buffer and read back with other strides. The bits of the state and the rest of the buffer must not change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -132,7 +133,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
     """One expert of a stack and one other matrix are zero, and all shards are replicated. Only the first of the four
-    ranks warns about them."""
+    ranks must warn about the zero matrices. Later steps must keep the norms of the first step."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
@@ -165,8 +166,8 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Weight norms are summed over small rank sets first. Parameters on different device types are summed separately,
-    and parameters without a stage that acts on weights are left out."""
+    """Weight norms must be summed over small rank sets first. Parameters on different device types are summed
+    separately, and parameters without a stage that acts on weights are left out."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6)

@@ -46,7 +46,7 @@ WIDE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Optimizer options, and the (weight, gradient) dtypes that the parameters cycle through."""
+    """A test case: optimizer options, and pairs of (weight, gradient) dtypes, which the parameters use in rotation."""
 
     storage: Mapping[str, Any] = MappingProxyType({})
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
@@ -87,7 +87,7 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Compare a case with the dense formula. With int8 momentum, the views are wide enough that no shard splits a
+    """Compare a test case with the dense formula. With int8 momentum, the views are wide enough that no shard splits a
     quantization block."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
@@ -137,7 +137,7 @@ def test_momentum_weights_and_lr_may_lie_elsewhere(
 ) -> None:
     """Weights or the step's buffers are on a simulated CUDA device. The device refuses operations that mix tensors on
     different devices, so the step must move every tensor explicitly."""
-    # If an engine has offloaded the weights, the step's buffers are on another device than the weights.
+    # If an engine has offloaded the weights, the step's buffers and the weights are on different devices.
     if "buffers" in places:
         monkeypatch.setattr(binding, "offloaded_from", lambda _: torch.device(places["buffers"]))
     with CudaShape():

@@ -10,8 +10,8 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-Bucket = tuple[tuple[int, ...], bool]  # the ranks of a bucket, and whether it relays results to other replicas
-Exchange = tuple[str, int]  # the kind of exchange, and the number of its bucket
+Bucket = tuple[tuple[int, ...], bool]  # The ranks of a bucket, and whether its results are relayed to other replicas.
+Exchange = tuple[str, int]  # The kind of an exchange, and the number of its bucket.
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
@@ -95,7 +95,8 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """Four real ranks once deadlocked because a relay was posted after the next bucket."""
+    """If a relay is posted only after the next bucket has been orthogonalized, the simulated ranks must deadlock, as
+    four real ranks once did."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]
 
