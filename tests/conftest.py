@@ -77,9 +77,10 @@ def _name(bf16: bool) -> str:
 class _Shared:
     """Runs the tests of a session in several processes, so that two cores stay busy until the end.
 
-    This process and a fork take test files from a shared queue, in which files that need ranks come first. Another fork
-    runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The logs of these
-    processes are printed before the summary line of pytest, and a failure in any of them fails the session.
+    This process and a fork of it take test files from a shared queue. Files that need ranks come first in the queue.
+    Another fork runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The
+    logs of these processes are printed before the summary line of pytest, and a failure in any of them fails the
+    session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -177,8 +178,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of all units, which are taken from the iterator one at a time. pytest gets each test together with
-    the next one, so that it closes the fixtures that the next test does not use."""
+    """Run the tests of all units, which are taken from the iterator one at a time. pytest is given each test together
+    with the test that follows, so that it can close all fixtures that the following test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -201,7 +202,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _preload(items: list[pytest.Item]) -> None:
-    """Import the modules of these tests before ranks are forked, so that the ranks inherit the imported modules."""
+    """Import the modules of the given tests before ranks are forked, so that the ranks inherit the imported modules."""
     for module in dict.fromkeys(item.path.stem for item in items if _has(item, "ranks")):
         RankPool.preload(module)
     if items and all(_has(item, "framework") for item in items):

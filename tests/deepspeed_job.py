@@ -172,7 +172,7 @@ def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tenso
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """Return the text of the error that a call raises, or "" if the call succeeds."""
+    """Return the type and the text of the error that `call` raises, or "" if the call succeeds."""
     try:
         call()
     except Exception as error:
@@ -260,7 +260,8 @@ class Job:
         self.reference.step()
 
     def masters(self) -> dict[str, Tensor]:
-        """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
+        """Return the fp32 master weights by parameter name, as DeepSpeed's own function returns them. With
+        `round_robin_gradients`, that function returns wrong values."""
         return {n: ZeroRun.whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:

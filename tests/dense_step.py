@@ -58,11 +58,11 @@ class DenseMuon:
     """Dense Muon, which steps full tensors one matrix at a time.
 
     Args:
-        weights: One for each group.
-        groups: As `Muon.param_groups`, of one parameter each.
-        config: Says how each matrix is orthogonalized, and how momentum and weights are stored.
-        wire: Dtype in which matrices come and results go where products are not in half precision; fp64 for fp64
-            weights.
+        weights: Initial value of each parameter.
+        groups: Parameter group of each weight, with all options that a group in `Muon.param_groups` has.
+        config: Options for orthogonalization and for the storage of momentum and weights.
+        wire: Dtype to which inputs and results of the orthogonalization are rounded if matmuls are not in half
+            precision. Use fp64 for fp64 weights.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
+        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims that index rows
         self._name, self._config, self._wire = name, config, wire
         self._steps = 0
 
@@ -181,7 +181,7 @@ class _Param:
         return found.view(self.weight.shape)
 
     def _momentum(self, grad: Tensor, momentum: float, nesterov: bool) -> Tensor:
-        """Update it; returns what is to be orthogonalized."""
+        """Update the stored momentum, and return the input of the orthogonalization."""
         asked, rows = self._config.momentum_dtype, self._num_rows
         dtype = torch.float32 if asked == "int8" else asked or grad.dtype
         rounded = asked in (torch.bfloat16, "int8")
@@ -227,7 +227,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Update one matrix as torch.optim.Muon does, in the dtype of the weights."""
+    """Update one matrix with the same operations as torch.optim.Muon, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     # The iteration of torch.optim.Muon returns tall matrices in column-major order, so the update has the same memory
     # format.
@@ -239,7 +239,8 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
 
 
 class Stores:
-    """Momentum of several parameters as simulated ranks store it, and the step count of each parameter."""
+    """The momentum of several parameters in the form in which simulated ranks store it, and the step count of each
+    parameter."""
 
     def __init__(self, config: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
         self._config, self._layouts = config, layouts

@@ -44,13 +44,15 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A rank's plan of a step.
+    """The numbers of a step plan on one rank.
 
     Attributes:
-        counted: Exchanges, bytes sent and matrices by `BucketCount.of_plan`.
-        sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
-        messages: To other ranks, of all exchanges.
-        digests: Of the plan, by set of ranks, in hex.
+        counted: Number of exchanges, number of bytes that the rank sends, and number of matrices that it
+            orthogonalizes.
+        sides: Bytes sent and bytes received, each as a pair: within the node and between nodes. Each of two nodes has
+            half of the ranks.
+        messages: Number of messages that the rank sends to other ranks in all exchanges.
+        digests: Digests of the plan in hex, keyed by rank set.
     """
 
     counted: tuple[int, int, int]
@@ -92,8 +94,9 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
-    ranks there were in a step, and torch's Muon: at 4 ranks, and for every third layout at 2."""
+    """Return the comparisons of each rank, keyed by reference. "dense" is the single-process run. Its attribute `about`
+    contains the `Planned` of the rank and the average number of messages to other ranks in a step. torch.optim.Muon
+    is a second reference for all layouts on 4 ranks and for every third layout on 2 ranks."""
     return RankPool.cached(world).run(_comparisons, layout)
 
 
@@ -123,6 +126,7 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = Comparison.with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:  # bf16 weights have the plans of fp32 ones
+    # bf16 weights have the same plans as fp32 weights, so every third layout is enough.
+    elif world == 2 and [*LAYOUTS, *Fsdp1Run.ROWS].index(layout) % 3 == 0:
         found["torch bf16"] = Comparison.with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
     return found

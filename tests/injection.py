@@ -100,8 +100,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of those comprehensions in a file that process received messages without a guard (a
-    `with` block). All of them are in functions of `TRANSPORT`."""
+    """Return the line numbers of all comprehensions outside `with` blocks in the `TRANSPORT` functions of a file. These
+    comprehensions process the messages that other ranks sent, so no exception is raised in them."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -297,7 +297,9 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                error = kinds[(at + number) % len(kinds)]  # `state_storage` replaces this ValueError by its own
+                # `state_storage` replaces a ValueError of `is_aligned` by an error of its own, so a different exception
+                # type is raised in `is_aligned`.
+                error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)
             kept = held()

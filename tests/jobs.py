@@ -91,7 +91,7 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # One fault uses this mesh on a single rank only. Making a mesh is collective, so all ranks make it in advance.
+    # One fault uses this mesh on a single rank only. Creating a mesh is collective, so all ranks create it in advance.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -169,8 +169,8 @@ class Job:
         return {spec.name: {"weight": p.detach(), **self.state.get(p, {})} for p, spec in self.specs.items()}
 
     def unlike_whole(self, dense: dict[str, dict[str, Any]]) -> list[str]:
-        """Compare weights and state with this rank's shards of a dense job's weights and state. Return the names of
-        those that differ."""
+        """Compare the weights and the state with this rank's shards of a dense job's weights and state. Return the
+        parameter name and the key of every tensor that differs."""
         wrong = []
         # Every rank stores the full state of post-processing stages (NorMuon, ..).
         whole = ("step", *KEPT_KEYS)

@@ -71,8 +71,8 @@ def _quiet_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Make Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and destroy
-    them on exit."""
+    """Create Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and
+    destroy them on exit."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     import_megatron()
     with cuda_on_cpu(), warnings.catch_warnings():
@@ -91,7 +91,7 @@ def megatron(**sizes: int) -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            # Megatron makes dozens of process groups, each of which keeps files open, so all of them are destroyed.
+            # Megatron creates dozens of process groups, each of which keeps files open, so all of them are destroyed.
             for group in made:
                 # Megatron has already destroyed some of these groups, for which torch raises a ValueError.
                 with contextlib.suppress(ValueError):
@@ -158,7 +158,8 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for training in this dtype, for both the model config and the optimizer config."""
+    """Return the options for training in `dtype`. The model config and the optimizer config have the same names for
+    them."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
 
@@ -195,8 +196,8 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """How a parameter is sharded over its tensor-parallel group, according to the attributes that Megatron's layers
-    set, and the group over which the parameter is replicated."""
+    """The sharding of a parameter over its tensor-parallel group, read from the attributes that Megatron's layers set,
+    and the group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
         from megatron.core import parallel_state as state

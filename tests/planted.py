@@ -120,7 +120,7 @@ def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which `change` is called in place of the orthogonalization."""
+    """Return a fault in which the step calls `change` instead of the orthogonalization."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
@@ -230,7 +230,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # with one sample, audit number 0 takes matrix 0
+    job.optimizer.audits.num_audits = 0  # With `num_audits` of 0 and one sample, the audit checks matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -254,7 +254,7 @@ _MUON_EQ = MuonEq.run_
 
 
 def _alone(self: AfterStage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply one stage to a copy of the matrices."""
+    """Return a copy of the matrices, in at least fp32, after applying one post-processing stage to the copy."""
     out = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
     scaled_((self,), out, {self.key: kept.unbind(0)} if self.key else {})
     return out
@@ -299,8 +299,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the step calls `run` in place of the method of a post-processing stage. `scaled_`, which
-    combines stages, is replaced by calls of one stage after another."""
+    """Return a fault in which the step calls `run` instead of the method of the post-processing stage `stage`. The
+    function `scaled_`, which combines stages, is replaced by one that applies the stages one after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -325,8 +325,8 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which weights are multiplied by `change(factor)`, where `factor` is the correct factor of the
-    stage."""
+    """Return a fault that multiplies weights by `change(factor)`, where `factor` is the correct factor of a
+    post-processing stage."""
     return replaced(
         "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
     )
@@ -370,7 +370,7 @@ class Fault:
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    # further findings that may occur, depending on which rank owns a matrix
+    # Findings that an audit may also report, depending on which rank owns a matrix.
     also: set[str] = field(default_factory=set)
     # If True, the fault is visible only in exact comparisons or only with the matmul dtype of `options`, so no other
     # matmul dtype is tested.
@@ -380,7 +380,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # This finding may be reported, too, when the rows of an update have wrong lengths.
+_LENGTH = ("wrong_matrix",)  # Wrong lengths of the rows of an update may also be reported as "wrong_matrix".
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -626,7 +626,7 @@ FAULTS = {
 }
 
 
-_SOUND: set[str] = set()  # models and options for which a correct second step has already been audited
+_SOUND: set[str] = set()  # Models and options for which the audit of a correct second step has already run.
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:

@@ -50,7 +50,7 @@ CASES = {
 
 
 def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
-    """The smallest and the largest result for singular values from `s_min` to 1."""
+    """Return the smallest and the largest value to which a schedule maps singular values from `s_min` to 1."""
     ends = ((s_min, 1.0), (math.log(s_min), 0.0))
     even, of_logs = (torch.linspace(*of, 200_001, dtype=torch.float64) for of in ends)
     out = schedule(torch.cat([even, of_logs.exp()]))
@@ -58,12 +58,13 @@ def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
 
 
 def slope(schedule: Any) -> float:
-    """The factor by which the smallest singular values grow: the product of all coefficients a."""
+    """Return the slope of a schedule's iteration at zero, which is the product of the linear coefficients of all steps.
+    Very small singular values grow by this factor."""
     return math.prod(a for a, _, _ in schedule.triples)
 
 
 def _print(name: str) -> None:
-    """The rows of a schedule."""
+    """Print the table rows for a new schedule."""
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum
     from tolerances import steps_written_out

@@ -32,7 +32,8 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
-# pairs of ranks, or ranks, with hardly a network between them: each replica works for itself
+# On these machines, the network between nodes is extremely slow, so each replica orthogonalizes all matrices itself. A
+# node has two ranks in PAIRS and one rank in APART.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
 # Each replica orthogonalizes all matrices itself only if this saves several latencies between nodes. The latency of
 # SHARING is so large that the replicas always divide the matrices among themselves.
@@ -41,11 +42,12 @@ EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
 
 def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
-    """Plans of this process are chosen by another machine's rates; None: by its own."""
+    """Return a context in which plans use the rates of `machine`. If `machine` is None, plans use the rates of the real
+    machine."""
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
-# layouts in which each replica orthogonalizes all matrices itself on the machine PAIRS
+# In these layouts, each replica orthogonalizes all matrices itself on the machine PAIRS.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
@@ -138,7 +140,8 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """Return a parameter with post-processing stages, each of which keeps max(rows, cols) numbers for a matrix."""
+    """Return the `Spec` of a parameter with `stages` post-processing stages, each of which keeps max(rows, cols)
+    numbers for a matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -205,7 +208,7 @@ def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
 
 def planned(
     layouts: Sequence[ParamLayout],
-    groups: Sequence[Mapping[str, Any]],  # of each parameter
+    groups: Sequence[Mapping[str, Any]],  # options of each parameter
     config: MuonConfig = _AUTO,
     policy: Policy = SMALL,
     *,
@@ -213,7 +216,7 @@ def planned(
     # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
     wide: Collection[int] = (),
 ) -> Plan:
-    """The plan of parameters with these layouts."""
+    """Return the step plan for parameters with these layouts and options."""
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]

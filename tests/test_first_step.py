@@ -190,8 +190,8 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str]]:
-    """Make an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings of the first and of
-    the second step on a rank."""
+    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings of the first and
+    of the second step on a rank."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())

@@ -148,7 +148,7 @@ FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
     [*itertools.product(LAYOUTS, [None]), *itertools.product(FEW_LAYOUTS, EVERY_VARIANT)],
 )
 def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, variant: str | None) -> None:
-    """Over gloo, which moves what lies on a device by way of the host."""
+    """The ranks use gloo, which copies tensors of the device through host memory, so steps may make the host wait."""
     compared(RankPool.cached(4), layout, "cuda", 2, variant, may_wait=True)
 
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # Empty state is accepted. AdamW then starts anew, because it cannot use the momentum of Muon.
+    # Empty state is accepted, and AdamW then starts from zero moments, because it cannot use the momentum of Muon.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
@@ -269,9 +269,9 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # Each of `found` and `plain` is a difference of two weights of up to 4, divided by the lr of 1/2, and includes the
-    # rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds six rounded
-    # operations.
+    # `found` and `plain` are each a difference of two weights of up to 4, divided by the lr of 1/2. The error of each
+    # includes the rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds
+    # six rounded operations.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 
@@ -300,8 +300,8 @@ def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: flo
     ],
 )
 def test_options_of_a_group_may_change_between_steps(variant: str | None, changed: dict[str, Any]) -> None:
-    """Matrices of two groups share a batch until the options of the groups differ. The bits of a matrix must not depend
-    on the size of its batch."""
+    """Matrices of two groups share a batch as long as the options of the groups are equal. After an option changes, the
+    next step must equal that of a new optimizer with the changed option."""
     mine, fresh = matrices(shapes=[(6, 9)] * 2), matrices(shapes=[(6, 9)] * 2)
     given: dict[str, Any] = {"lr": 0.1, "variant": variant}
     ours, first = (Muon([{"params": ps[:1]}, {"params": ps[1:]}], **given) for ps in (mine, fresh))
@@ -377,7 +377,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"momentum_device": "cuda"}, "momentum_device='cuda' is not one of None, 'cpu'"),
 ]
 
-# Names that other packages or older versions use for an option, and the error text that gives the correct name.
+# Each row gives the name that other packages or older versions use for an option, and the error text that names the
+# correct option.
 SPELLINGS = {
     "num_heads": "is written split_sizes=h",
     "rank_local": "is written process_group=(), tp_group=()",

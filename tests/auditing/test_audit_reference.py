@@ -39,7 +39,7 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the orthogonalized matrix for an input that was divided by `longer` times its own norm."""
+    """Return the result of orthogonalizing a matrix that was divided by `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
@@ -107,7 +107,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
+    """The pieces that the ranks send must form each full matrix: every element must be sent exactly once and arrive in
+    its place."""
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)

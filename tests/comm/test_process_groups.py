@@ -139,7 +139,7 @@ _LIVES = textwrap.dedent(
 @pytest.mark.ranks
 @pytest.mark.apart
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
-    """If a gloo thread outlives its process group, it aborts the process at exit, with the message `terminate called`
-    and exit code -6."""
+    """All ranks must exit with code 0. If a gloo thread outlived its process group, it would abort the process at exit,
+    with the message `terminate called` and exit code -6."""
     for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
         assert (code, out.strip()) == (0, "done") and "terminate called" not in err, err

@@ -289,7 +289,7 @@ def _late(closes: bool) -> tuple[str, float]:
     """Leave rank 3 of four out of a vote. It either closes its lane or stays silent until the other ranks time out
     after one second. Returns the error text and the elapsed seconds."""
     ranks = tuple(range(4))
-    vote(Ballot(Phase.STEP), ranks)  # all connections are there
+    vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections between the ranks.
     lane = groups.Lane.over(ranks)
     lane._limit = timedelta(seconds=20 if closes else 1)
     began, text = time.monotonic(), ""
@@ -298,7 +298,7 @@ def _late(closes: bool) -> tuple[str, float]:
             vote(Ballot(Phase.STEP), ranks)
         text = str(caught.value)
     elif closes:
-        for _ in range(2):  # an exception is told by the core of a group, and again by the optimizer's
+        for _ in range(2):  # A lane may be closed more than once.
             groups.Lane.close_over(ranks)
     took = time.monotonic() - began
     dist.barrier()

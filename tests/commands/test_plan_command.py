@@ -34,7 +34,7 @@ def report() -> Report:
 
 
 def row_of(report: Report, name: str) -> str | None:
-    """The second column of a row of the report's text; None if there is no such row."""
+    """Return the second column of the row `name` in the report's text, or None if there is no such row."""
     found = (line for line in report.text(width=1000).splitlines() if line.startswith(f"{name}  "))
     line = next(found, None)
     return None if line is None else line.removeprefix(name).strip()
@@ -113,7 +113,8 @@ def test_wrong_input_is_told_what_to_write(
 
 
 def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> None:
-    """Products take twice as long with half of everything's peak; docs/foresight.md names every number of a file."""
+    """With a hardware file that states half the peak rates, matrix products must take twice as long. docs/foresight.md
+    must document every number of a hardware file."""
     text = (Path(hardware_module.__file__).parent / "data" / "hardware" / "h100.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  peak \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
     mine = plan("gpt2-xl", "shard=4", gpu=tmp_path / "mine.yaml").price
@@ -138,13 +139,14 @@ def test_units_are_those_that_people_read(report: Report) -> None:
 
 
 def _with_memory(report: Report, size: float) -> Report:
-    """The report for a machine of another size of memory."""
+    """Return the report for a machine whose memory has `size` bytes."""
     number = replace(report.hardware["memory_bytes"], rows={1.0: [(1.0, size, size, size)]})  # type: ignore[type-var]
     hardware = replace(report.hardware, numbers={**report.hardware.numbers, "memory_bytes": number})
     return replace(report, hardware=hardware)
 
 
-# Every option of `Muon` with a value that is not its default, and whether that plans or counts something else.
+# Each row gives an option of `Muon`, a value other than the default, and True if this value changes the plan or its
+# counts.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -154,7 +156,7 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # A plan without ranks has no process groups but takes them from the mesh, so these options change nothing.
+    # A plan without ranks takes its process groups from the mesh, so these two options change nothing.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),
@@ -228,7 +230,8 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        # The plan gives only an upper bound on the memory of a step, so slightly less memory may also be enough.
+        # The memory of a step is planned as an upper bound, so a machine with slightly less memory may still run the
+        # step.
         (kept + 0.9 * more, "may not fit"),
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),

@@ -30,7 +30,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Rows that the command prints if all layouts keep the contract on this pool."""
+    """Run `shardmuon verify` on the ranks of `pool`, and assert that it succeeds. Returns the rows of its table as
+    dicts that are keyed by column header."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
         assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()
@@ -64,12 +65,14 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")  # each rank has its own matrices
+    # On the layout "single", each rank has its own matrices.
+    _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """`Comparison.with_dense` of one step; on one rank what a function of the step has written is damaged once."""
+    """Return the result of `Comparison.with_dense` for one step. On the rank `rank`, `damage` is called once, with the
+    arguments of the step's function `name`, right after the first call of this function."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -79,7 +82,8 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    Comparison.with_dense(layout, **given)  # the reference is made with nothing damaged
+    # The first comparison caches the reference, so that the damage cannot affect it.
+    Comparison.with_dense(layout, **given)
     with mock.patch.object(update, name, spoiled):
         return Comparison.with_dense(layout, **given)
 
@@ -109,7 +113,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
     assert cells["NS runs"] == cells["matrices"] == "58", cells
-    assert int(cells["collectives"]) >= 3  # by each set of partitions that DeepSpeed steps together
+    # At ZeRO stage 3, DeepSpeed steps the model in parts, and each of these steps takes at least three collectives.
+    assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 
 
@@ -121,7 +126,8 @@ SOUND = Comparison(0.0, True, Traffic(), 58, "")
     ("words", "fault", "code", "says"),
     [
         (TWO, {}, 0, "2 of 2 layouts keep the contract"),
-        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),  # all that torch makes
+        # Without `--layout`, the command runs all layouts that need only torch.
+        ((), {}, 0, f" of {len(LAYOUTS) + len(Fsdp1Run.ROWS)} layouts keep the contract"),
         (TWO, {Comparison.with_dense: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {Comparison.with_torch: {"bitwise": False}}, 1, "1 of 2 layouts keep the contract"),
         (TWO, {Comparison.with_dense: {"max_difference": 5e-324}}, 1, "1 of 2 layouts keep the contract"),

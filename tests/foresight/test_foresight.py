@@ -27,8 +27,8 @@ from shardmuon.testing.pool import RankPool
 
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
-    """The steps in which the traffic is counted are also compared with a single-process run. Each step has many
-    buckets."""
+    """The numbers of exchanges, bytes and messages in a rank's plan must equal the numbers that the rank counts while
+    it runs the steps."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
@@ -47,7 +47,8 @@ OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AU
 
 
 def _live_model(config: dict[str, Any], mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The model as its users would shard it, with torch's own functions."""
+    """Return a model that is sharded with torch's own functions, as users would do it, and the options that `Muon`
+    needs for it."""
     torch.manual_seed(0)
     model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():

@@ -29,7 +29,8 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """A table of a hardware file: aspect -> rows (size, low, middle, high)."""
+    """Return a table of a hardware file. `rows` maps each aspect ratio to its rows, which are (size, low, middle,
+    high)."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
 
@@ -131,8 +132,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """A partly filled batch is padded with zeros and takes the time of a full batch. A tiny batch takes the launch
-    latency of its kernels."""
+    """A partly filled batch is padded with zeros, so it must take the time of a full batch. A batch of tiny matrices
+    must take the launch latency of its kernels."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
@@ -157,7 +158,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # the best of an interval takes the most of a rate, and the least of a time
+    # The shortest predicted time follows from the highest transfer rate, or from the lowest latency.
     unsure = {"link_efficiency": _table([(1.0, 0.5, 0.8, 1.0)]), "latency_inside": _table([(1.0, 1e-5, 2e-5, 4e-5)])}
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
@@ -266,14 +267,16 @@ def _machine(certain: bool = False) -> Hardware:
 
 
 def _but(without: str, given: dict[str, Any]) -> Hardware:
-    """The machine without numbers whose names have a word, and with others."""
+    """Return the machine of `_machine()` without the numbers whose name contains the word `without`, and with the
+    additional numbers `given`."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Four ranks that share eight matrices of rows x 4096 and a vector of 4000 elements."""
+    """Return the counts of a job on four ranks, which share eight matrices of `rows` x 4096 and a vector of 4000
+    elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))
     return Exact.of_job(model, "shard=4", method="standard", ns_dtype=torch.bfloat16)
