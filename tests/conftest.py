@@ -25,8 +25,8 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 
-# This process uses one thread, like the ranks, because some tests compare its results bitwise with those of the ranks,
-# and the number of threads may change how sums are rounded.
+# This process uses one thread, like the ranks. Some tests compare its results bitwise with those of the ranks, and the
+# number of threads may change how sums are rounded.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
@@ -95,7 +95,8 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # Each index is written to the pipe as two bytes, so that a read of two bytes takes one whole index.
+        # Each index is written to the pipe as two bytes, so that a process that reads two bytes always gets one whole
+        # index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)

@@ -24,8 +24,8 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 # Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
-# rates of SHARING, only one replica orthogonalizes a matrix, and a second exchange sends the result to the other
-# replicas.
+# rates of SHARING, only one replica orthogonalizes a matrix and then sends the result to the other replicas in a second
+# exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 

@@ -26,7 +26,8 @@ from jobs import unlike
 import shardmuon
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
-# Satellite packages shardmuon_x are installed beside shardmuon. SATELLITES is the common prefix of their paths.
+# Satellite packages such as shardmuon_qkclip are installed beside shardmuon. SATELLITES is the common prefix of their
+# paths.
 SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"
 
 # The functions in TRANSPORT carry the messages that report an exception to other ranks, so the tests raise no exception
@@ -197,7 +198,8 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-# exception types that `step` raises unchanged on the rank where they occur, rather than converted to a ValueError
+# `step` raises exceptions of these types unchanged on the rank where they occur. It converts other exceptions to a
+# ValueError.
 STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 

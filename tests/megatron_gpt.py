@@ -85,7 +85,7 @@ def megatron(**sizes: int) -> Iterator[None]:
         new_group = dist.new_group
         with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
             parallel_state.initialize_model_parallel(**sizes)
-        # `fork` switches random number generators that are on GPUs, so it is replaced by a method that does nothing.
+        # Megatron's `fork` switches random number generators on GPUs, so it is replaced by a method that does nothing.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
         try:
             yield
@@ -180,7 +180,8 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """Return the name, the range of elements and the main weights of each shard that Megatron assigns to this rank."""
+    """Return the parameter name, the range of elements and the main weights of each shard that Megatron assigns to this
+    rank."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}
@@ -213,7 +214,7 @@ class Cut:
         self.num_parts = self.group.size() if self.dim >= 0 else 1
 
     def join(self, param: Tensor) -> Tensor:
-        """Return the full parameter. Collective."""
+        """Gather the full parameter from the parts that the tensor-parallel ranks store. Collective."""
         if self.num_parts == 1:
             return param.detach().clone()
         parts: list[Any] = [None] * self.num_parts

@@ -132,7 +132,8 @@ def updates(change: Callable[[Tensor], Tensor]) -> Plant:
 
 
 def _results(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes the orthogonalized matrices of each batch, of shape (B, rows, cols), in place."""
+    """Return a fault that replaces the orthogonalized matrices of each batch, of shape (B, rows, cols), by
+    `change(matrices)`."""
 
     def make(original: Any) -> Any:
         def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
@@ -230,7 +231,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # With `num_audits` of 0 and one sample, the audit checks matrix 0.
+    job.optimizer.audits.num_audits = 0  # With one sample, the audit with number 0 checks matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -347,7 +348,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
-    """Make Hyperball undo only half of a change of the weight's norm."""
+    """Make Hyperball undo only half of the change of a weight's norm."""
     target = kept[:, 0].double().lerp(norm, 0.5)
     kept[:, 0] = target.float()
     return target / norm
@@ -577,7 +578,8 @@ FAULTS = {
         # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
         # owner.
         {"kept_wrong"},
-        # With fp32 matmuls, the error of the update also exceeds the tolerance, so "wrong_matrix" is reported, too.
+        # With fp32 matmuls, the error of the update also exceeds the tolerance, so the audit reports "wrong_matrix",
+        # too.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},

@@ -66,7 +66,7 @@ def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> li
 
 
 def _end() -> None:
-    """Kill the process that forks ranks, and the ranks themselves."""
+    """Kill the process that forks ranks, and all ranks."""
     while _parent:
         parent = _parent.pop()
         os.killpg(parent.pid, signal.SIGKILL)

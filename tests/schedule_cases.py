@@ -64,7 +64,7 @@ def slope(schedule: Any) -> float:
 
 
 def _print(name: str) -> None:
-    """Print the table rows for a new schedule."""
+    """Print the row of a new schedule for the table of this file, and two rows for docs/orthogonalization.md."""
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum
     from tolerances import steps_written_out

@@ -165,7 +165,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS describes the views of VIEWS as options of a parameter group.
+# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -190,15 +190,15 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Return pairs of a case and a layout. Each case is paired with one in `every` layouts, and each layout with one in
-    `every` cases."""
+    """Return pairs of a case and a layout. Each case is paired with one of every `every` layouts, and each layout with
+    one of every `every` cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters for `rows`. One in `every` also runs with the other matmul dtype. This is enough, because
-    the dtype does not change which rank owns a matrix."""
+    """Return test parameters for `rows`. One of every `every` test parameters also runs with the other matmul dtype.
+    This is enough, because the dtype does not change which rank owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 

@@ -1,4 +1,4 @@
-"""The most likely mistakes of new users, and the error or warning that each mistake causes."""
+"""The most likely mistakes of new users, and the error or warning that each mistake must cause."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
-    """Among the refused arguments is a set of parameters, because the order of a set differs between processes."""
+    """The error must say what to write instead. Sets of parameters or options are refused, too, because the order of a
+    set differs between processes."""
     act, kind, says = GIVEN[name]
     with pytest.raises(kind, match=says):
         act()

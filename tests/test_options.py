@@ -76,7 +76,8 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
     for adjust, (nesterov, decay) in zip(
         itertools.cycle((None, "original", "match_rms_adamw")), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
     ):
-        # Without Nesterov, torch.optim.Muon normalizes the bf16 momentum buffer in place, which shardmuon does not do.
+        # Without Nesterov, torch.optim.Muon normalizes the bf16 momentum buffer in place. shardmuon does not, so the
+        # two cannot be compared.
         if dtype == torch.bfloat16 and not nesterov:
             continue
         mine, theirs = matrices(dtype, shapes), matrices(dtype, shapes)
@@ -106,7 +107,7 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
-    # The eps of torch.optim.Muon does not mean the same as that of AdamW, so the AdamW group keeps its default.
+    # AdamW's eps has a different meaning than the eps of torch.optim.Muon, so the AdamW group keeps its default.
     assert found == [[4, True, (0.9, 0.95), 0.1, 1e-8], [None, False, (0.5, 0.6), 0.1, 1e-8]]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]
@@ -530,7 +531,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 _NO_LR = 'needs lr: write lr=0.03 to train from scratch, AdamW\'s lr with adjust_lr_fn="match_rms_adamw" coming from'
 BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Muon(matrices()), TypeError, f"Muon {_NO_LR}"),
-    # lr is required even if every group has one, because groups that are added later would have no lr.
+    # `Muon` requires an lr even if every group has one, because groups that are added later would otherwise have no lr.
     (lambda: Muon([{"params": matrices(), "lr": 0.1}]), TypeError, f"Muon {_NO_LR}"),
     (lambda: Muon(nn.Linear(3, 4)), TypeError, f"Muon {_NO_LR}"),
     (lambda: param_groups(nn.Linear(3, 4)), TypeError, f"param_groups {_NO_LR}"),

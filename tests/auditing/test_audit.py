@@ -69,7 +69,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """Mark the test case `numeric` if its result could depend on the default matmul dtype."""
+    """Return the test case, marked `numeric` if its result could depend on the default matmul dtype."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
@@ -232,7 +232,8 @@ PLANTED = [
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    """With `first`, the fault is planted in the first step, before any optimizer state exists."""
+    """The audit must report the findings that are listed for each fault. With `first`, the fault is planted in the
+    first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])
@@ -307,8 +308,8 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Run ten steps, with an audit in every third step and the fault planted in steps 5 and 7. Only step 7 is both
-    faulty and audited."""
+    """Run ten steps, of which every third is audited. The fault is planted in steps 5 and 7, but only step 7 is also
+    audited."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []
@@ -400,8 +401,9 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Audit a step of ranks 0 and 1, which share a matrix. Before the step, the option `process_group` is changed from
-    these two ranks to all four, and a patch hides the change from the optimizer."""
+    """Audit the second step of ranks 0 and 1, which share a matrix. After the first step, the option `process_group` is
+    changed from these two ranks to all four. A patch hides the change from the optimizer, so that the optimizer
+    keeps its old plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

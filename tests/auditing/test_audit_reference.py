@@ -136,7 +136,7 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        # The first box has rows 0 to 3 of the first matrix, and the second box has its rows 4 and 5.
+        # The first box has rows 0 to 3 of the first matrix, and the second box has rows 4 and 5 of the same matrix.
         (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),

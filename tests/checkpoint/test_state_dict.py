@@ -76,7 +76,7 @@ def _decoded(state: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("saved", STORED)
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
     """Loading must not cast fp32 momentum, or the scales of 8-bit momentum, to the dtype of the parameter, as torch
-    would. If both formats are the same, the loaded momentum is bitwise equal."""
+    would. If momentum is saved and loaded in the same format, it must stay bitwise equal."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
     one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))
@@ -100,7 +100,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # None allows fp32 gradients of bf16 weights.
+    w.grad_dtype = v.grad_dtype = None  # With None, torch accepts fp32 gradients for bf16 weights.
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -148,7 +148,8 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A test case: the model and optimizer for which a checkpoint file is saved, and how the file is loaded."""
+    """A test case: the model whose checkpoint file is loaded, and the options and the condition of the optimizer that
+    loads it."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers share one weight

@@ -49,8 +49,8 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # Two replicas have four pipeline stages each, and the first replica ties the embeddings of its first and last
-    # stage.
+    # Two replicas have four pipeline stages each, and the first replica uses the same embedding weight in its first and
+    # last stage.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
@@ -101,7 +101,7 @@ def test_every_message_is_counted_once_on_every_rank() -> None:
 
 
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
-    """Return the message that a rank sends in a vote of the ranks `own`."""
+    """Return the message that the rank `rank` sends in a vote of the ranks `own`."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
     with mock.patch.object(groups.Lane, "over", return_value=lane):
@@ -205,8 +205,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
-    """Plant a fault on the rank `culprit`. Return the connected component of this rank, the result of a vote, and the
-    texts of the errors that `discover` and `gather` raise."""
+    """Plant a fault on the rank `culprit`. Return the connected component of the calling rank, the result of a vote,
+    and the texts of the errors that `discover` and `gather` raise."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)

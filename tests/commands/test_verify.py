@@ -1,5 +1,5 @@
-"""Tests of `shardmuon verify`: the values in its table are measured, and a layout that violates the contract makes the
-command fail."""
+"""Tests of `shardmuon verify`: the table must contain measured values, and the command must fail if a layout gives
+different results than a single process."""
 
 from __future__ import annotations
 

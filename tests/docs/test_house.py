@@ -25,7 +25,8 @@ def house() -> ModuleType:
 
 
 def run(path: Path, source: str, **names: Any) -> dict[str, Any]:
-    """Execute the source as the file `path`, which need not exist, and return the names that it defines."""
+    """Execute `source` as if it were the file `path`, which need not exist. Return the names that the source
+    defines."""
     exec(compile(textwrap.dedent(source), str(path), "exec"), names)
     return names
 
@@ -205,8 +206,9 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
     """With four shards, the owner sends three quarters of the matrix and every other rank one quarter, so the owner
-    sends twice the mean. With two replicas of two shards, two ranks send one half to each other and one half to the
-    other replica, which sends nothing. Each of the two ranks sends twice the mean."""
+    sends twice the mean. With two replicas of two shards, the two ranks of one replica each send half of the matrix
+    to each other and half to the other replica. The ranks of the other replica send nothing, so the first two ranks
+    send twice the mean."""
     from shardmuon.layout.mesh import Shard
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0

@@ -77,7 +77,8 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # Every hardware file has numbers that are derived or second-hand, and these must be marked as not verified.
+    # Every hardware file has numbers that were derived or taken from second-hand sources, and these must be marked as
+    # not verified.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
