@@ -157,7 +157,7 @@ class _Shared:
                 os.kill(process, signal.SIGTERM)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
-                # pytest shows this text in its final summary of errors.
+                # pytest shows the text of this report in its final summary of errors.
                 where = (f"{name}, see above", None, "")
                 report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
                 reporter.stats.setdefault("error", []).append(report)

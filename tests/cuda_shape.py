@@ -37,7 +37,7 @@ _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_process
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
-_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # These operations accept tensors on different devices.
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # The operations in _COPIES accept tensors on different devices.
 # Kernel launches are counted separately for each of the functions in _PHASES, which are the parts of a step.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
@@ -278,8 +278,8 @@ class CudaShape(TorchDispatchMode):
         self.launches[_phase()] += 1
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
-            # torch's fake process group refuses an all-to-all in which this rank sends nothing to some ranks, so it
-            # runs an empty all-to-all instead.
+            # torch's fake process group refuses an all-to-all in which this rank sends nothing to some ranks, so an
+            # empty all-to-all is run instead.
             nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])
         out = func(*inner_args, **inner_kwargs)

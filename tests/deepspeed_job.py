@@ -185,7 +185,7 @@ class Job:
     """A model under DeepSpeed, and a dense copy of its parameters in this process.
 
     Args:
-        change: Function that changes the model after the optimizer is made and before DeepSpeed is initialized.
+        change: Function that changes the model after the optimizer is created and before DeepSpeed is initialized.
         options: Options of `Muon`.
     """
 

@@ -101,7 +101,7 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
+    """Compare a layout with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 
     Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
     only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.

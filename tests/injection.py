@@ -240,7 +240,7 @@ def check_all_raise(
     if not raised[0]:
         return False if told[victim][1] else None
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    # Instead of the exception itself, calls other than `step` may raise a ValueError that quotes it.
+    # Calls other than `step` may raise a ValueError that quotes the planted exception, instead of the exception itself.
     in_words = after != "step" and isinstance(error, Exception)
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
     named = MARK if error.args else "AssertionError"

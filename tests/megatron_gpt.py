@@ -93,7 +93,7 @@ def megatron(**sizes: int) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
             # Megatron creates dozens of process groups, each of which keeps files open, so all of them are destroyed.
             for group in made:
-                # Megatron has already destroyed some of these groups, for which torch raises a ValueError.
+                # torch raises a ValueError for process groups that Megatron has already destroyed.
                 with contextlib.suppress(ValueError):
                     if isinstance(group, dist.ProcessGroup):
                         dist.destroy_process_group(group)
@@ -169,8 +169,8 @@ def clean(name: str) -> str:
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of model chunks by name. If several chunks have the same name, the second becomes name#1,
-    as in the adapter."""
+    """Return the parameters of model chunks by name. If several chunks have a parameter of the same name, the second
+    one is called name#1, as in shardmuon's Megatron adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():

@@ -381,7 +381,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # Wrong lengths of the rows of an update may also be reported as "wrong_matrix".
+_LENGTH = ("wrong_matrix",)  # The audit may also report "wrong_matrix" if rows of an update have wrong lengths.
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -422,7 +422,7 @@ FAULTS = {
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
         # The scale depends on the larger dim. Sharding by rows makes this dim smaller only for the matrices "a" to "d",
-        # so the scale of "square" and "wide" stays right.
+        # so the scale of "square" and "wide" stays correct.
         FOUR,
         says=" shard, not ",
     ),
@@ -634,9 +634,10 @@ _SOUND: set[str] = set()  # Models and options for which the audit of a correct 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
     """Audit a step with a planted fault.
 
-    With `first`, this is the first step. Otherwise it is the third step, and the two steps before it are correct. The
-    second step is audited, too, and must give no finding. This step is bitwise the same for all faults that have the
-    model and the options in common, so it is audited only once for each combination of model and options.
+    With `first`, the fault is planted in the first step. Otherwise, it is planted in the third step, and the two steps
+    before it are correct. The second step is audited, too, and must give no finding. The second step is bitwise the
+    same for all faults that have the model and the options in common, so it is audited only once for each combination
+    of model and options.
     """
     fault = FAULTS[name]
     options = options | fault.options

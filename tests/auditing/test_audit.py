@@ -61,7 +61,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
     second step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
-        # Shards without elements may trigger this warning.
+        # A shard without elements may cause the warning that a weight was zero before the first step.
         warnings.filterwarnings("ignore", ".*zero before the first step")
         found = Comparison.with_dense(layout, dtype=dtype, steps=1, about=_next_step, **given)
     assert found.bitwise and isinstance(found.about, AuditReport)

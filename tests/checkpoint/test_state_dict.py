@@ -100,7 +100,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # With None, torch accepts fp32 gradients for bf16 weights.
+    w.grad_dtype = v.grad_dtype = None  # If grad_dtype is None, torch accepts fp32 gradients of bf16 weights.
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -148,8 +148,7 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A test case: the model whose checkpoint file is loaded, and the options and the condition of the optimizer that
-    loads it."""
+    """A test case: the model whose checkpoint file is loaded, and the optimizer that loads it."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers share one weight

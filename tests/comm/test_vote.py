@@ -190,8 +190,8 @@ def _most_bits() -> bool:
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
-    """A message that does not fit into gloo's buffer would abort the process, so a vote with more gradients must be
-    refused."""
+    """A message that does not fit into gloo's buffer would abort the process. A vote about more gradients than a
+    message can describe must therefore be refused."""
     assert MOST_BITS > 500_000
     assert world3.run(_most_bits) == [True] * 3
 
@@ -286,7 +286,7 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 
 def _late(closes: bool) -> tuple[str, float]:
-    """Leave rank 3 of four out of a vote. It either closes its lane or stays silent until the other ranks time out
+    """Leave rank 3 of four out of a vote. Rank 3 either closes its lane or stays silent until the other ranks time out
     after one second. Returns the error text and the elapsed seconds."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections between the ranks.

@@ -156,7 +156,8 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # A plan without ranks takes its process groups from the mesh, so these two options change nothing.
+    # A plan without ranks takes its process groups from the mesh, so the options `process_group` and `tp_group` change
+    # nothing.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),
@@ -230,8 +231,7 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        # The memory of a step is planned as an upper bound, so a machine with slightly less memory may still run the
-        # step.
+        # The plan gives an upper bound on the memory of a step, so the step may still fit into slightly less memory.
         (kept + 0.9 * more, "may not fit"),
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),

@@ -56,7 +56,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # A step has one vote and two exchanges.
+        "collectives": "3",  # The three collectives of a step are one vote and two exchanges.
     }
 
 
@@ -65,7 +65,7 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    # On the layout "single", each rank has its own matrices.
+    # On the layout "single", each rank has its own matrices, so no rank communicates.
     _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
@@ -82,7 +82,7 @@ def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -
             left.pop()(*args)
         return found
 
-    # The first comparison caches the reference, so that the damage cannot affect it.
+    # This undamaged comparison caches the reference, so that the damage cannot change the reference.
     Comparison.with_dense(layout, **given)
     with mock.patch.object(update, name, spoiled):
         return Comparison.with_dense(layout, **given)

@@ -50,7 +50,7 @@ TOP = """
 
 def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path: Path) -> None:
     """The expected calls are one of `top`, two of `leaf`, one of the generator `numbers`, two of `len` and one of
-    `sum`. Functions outside the folder are not counted."""
+    `sum`. Python functions in files outside the watched folder are not counted."""
     leaves = run(tmp_path / "deep" / "leaves.py", LEAVES)
     outside = run(tmp_path.parent / "outside.py", "def outside(): return len('')")["outside"]
     top = run(tmp_path / "top.py", TOP, leaf=leaves["leaf"], numbers=leaves["numbers"], outside=outside)["top"]
@@ -186,7 +186,7 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
-MOST_LINES = 60  # Docstrings do not count toward this limit.
+MOST_LINES = 60  # The lines of docstrings do not count.
 
 
 def test_functions_are_short(house: ModuleType) -> None:

@@ -55,7 +55,7 @@ SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
         (RATE, (1,), (1.0, 1.0, 1.0), True),
         # Below the smallest measured size, a time is pure latency and therefore constant.
         (TIME, (1,), (1.0, 1.0, 1.0), False),
-        # A surface is interpolated over sizes first, then over aspect ratios.
+        # A table with several aspect ratios is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
         (SURFACE, (10, 9.0), (16.0, 16.0, 16.0), True),
@@ -159,7 +159,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # The shortest predicted time follows from the highest transfer rate, or from the lowest latency.
+    # The shortest predicted time results from the highest transfer rate or the lowest latency.
     unsure = {"link_efficiency": _table([(1.0, 0.5, 0.8, 1.0)]), "latency_inside": _table([(1.0, 1e-5, 2e-5, 4e-5)])}
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
