@@ -86,7 +86,7 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
-    @functools.cache  # `Place.of` is cached, because the profile function runs at every function call.
+    @functools.cache  # `Place.of` is cached, because the profile function of `places` calls it at every function call.
     def of(cls, code: CodeType) -> Place | None:
         if not code.co_filename.startswith((ROOT, SATELLITES)):
             return None

@@ -344,8 +344,8 @@ def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_lat
 
 
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
-    """Train a separate expert on each rank, so that only the optimizer's process group connects the ranks. Rank 0 alone
-    asks for an audit."""
+    """Train a separate expert on each rank, so that only the optimizer's process group connects the ranks. Only rank 0
+    requests an audit."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
     optimizer = Muon(
         [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD

@@ -1,5 +1,5 @@
 """Tests of the audit's arithmetic: its fp64 reference matches the plain Newton-Schulz iteration, and the pieces that
-ranks send are reassembled to full matrices."""
+ranks send are reassembled into full matrices."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def uninterrupted(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Return the weights and state of a single-process run of all steps without a checkpoint."""
+    """Run all steps in a single process without a checkpoint, and return the weights and the state."""
     job = Job("single", kind)
     job.run(range(RESUMED_UNTIL))
     return job.snapshot()

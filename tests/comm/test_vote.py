@@ -57,7 +57,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """Return the connected component of a rank, computed directly from the definition."""
+    """Return the ranks in the connected component of `rank`, computed directly from the definition."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -174,8 +174,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest allowed number of presence bits and with digests that differ between ranks. Then check that
-    shards which need more bits than allowed are refused."""
+    """Vote with the largest allowed number of presence bits, of which each states that a gradient exists, and with
+    digests that differ between ranks. Then check that shards which need more bits than allowed are refused."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
