@@ -25,8 +25,8 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 
-# This process uses one thread, like the ranks, because some tests compare its results bitwise with those of the ranks,
-# and the number of threads may change how sums are rounded.
+# This process uses one thread, like the ranks. Some tests compare its results bitwise with those of the ranks, and the
+# number of threads may change how sums are rounded.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
@@ -77,9 +77,10 @@ def _name(bf16: bool) -> str:
 class _Shared:
     """Runs the tests of a session in several processes, so that two cores stay busy until the end.
 
-    This process and a fork take test files from a shared queue, in which files that need ranks come first. Another fork
-    runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The logs of these
-    processes are printed before the summary line of pytest, and a failure in any of them fails the session.
+    This process and a fork of it take test files from a shared queue. Files that need ranks come first in the queue.
+    Another fork runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The
+    logs of these processes are printed before the summary line of pytest, and a failure in any of them fails the
+    session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -94,7 +95,8 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # Each index is written to the pipe as two bytes, so that a read of two bytes takes one whole index.
+        # Each index is written to the pipe as two bytes, so that a process that reads two bytes always gets one whole
+        # index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
@@ -155,7 +157,7 @@ class _Shared:
                 os.kill(process, signal.SIGTERM)
             if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in fine:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED if exitstatus in fine else exitstatus
-                # pytest shows this text in its final summary of errors.
+                # pytest shows the text of this report in its final summary of errors.
                 where = (f"{name}, see above", None, "")
                 report = pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
                 reporter.stats.setdefault("error", []).append(report)
@@ -177,8 +179,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of all units, which are taken from the iterator one at a time. pytest gets each test together with
-    the next one, so that it closes the fixtures that the next test does not use."""
+    """Run the tests of all units, which are taken from the iterator one at a time. pytest is given each test together
+    with the test that follows, so that it can close all fixtures that the following test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -201,7 +203,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _preload(items: list[pytest.Item]) -> None:
-    """Import the modules of these tests before ranks are forked, so that the ranks inherit the imported modules."""
+    """Import the modules of the given tests before ranks are forked, so that the ranks inherit the imported modules."""
     for module in dict.fromkeys(item.path.stem for item in items if _has(item, "ranks")):
         RankPool.preload(module)
     if items and all(_has(item, "framework") for item in items):

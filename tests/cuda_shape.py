@@ -33,11 +33,11 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# The operations in _FREE make a tensor or a view without launching a kernel.
+# The operations in _FREE create a tensor or a view without launching a kernel.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
-_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # operations that accept tensors on different devices
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # The operations in _COPIES accept tensors on different devices.
 # Kernel launches are counted separately for each of the functions in _PHASES, which are the parts of a step.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
@@ -103,10 +103,10 @@ class CudaShape(TorchDispatchMode):
         """Configure the mode, which takes effect when it is entered.
 
         Args:
-            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist. They
-                count as agreeing in every vote and as sending nothing.
-            values: If False, tensors made on the device have shapes but no values, so that launches can be counted for
-                models of realistic size. Tensors that are copied to the device keep their values.
+            ranks: Size of a simulated process group in which this process is rank 0. The other ranks do not exist. The
+                mode acts as if they agreed in every vote and sent no data.
+            values: If False, tensors created on the device have shapes but no values, so that launches can be counted
+                for models of realistic size. Tensors that are copied to the device keep their values.
         """
         super().__init__()
         self._ranks, self._values = ranks, values
@@ -278,8 +278,8 @@ class CudaShape(TorchDispatchMode):
         self.launches[_phase()] += 1
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
-            # The fake process group of torch refuses an all-to-all in which this rank sends nothing to some ranks, so
-            # an empty all-to-all takes its place.
+            # torch's fake process group refuses an all-to-all in which this rank sends nothing to some ranks, so an
+            # empty all-to-all is run instead.
             nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])
         out = func(*inner_args, **inner_kwargs)
@@ -320,8 +320,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _opened(x: Any, empty: bool) -> Any:
-    """Return the inner tensor of an argument. With `empty`, which means that another argument has no values, return it
-    as a meta tensor."""
+    """Return the inner tensor of a device tensor, and any other value unchanged. With `empty`, convert tensors to meta
+    tensors, because another argument of the operation has no values."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) else x
 

@@ -86,7 +86,8 @@ SHAPES: Shapes = {
     "tiny": (1, 2),
 }
 MUON = ("a", "b", "e", "f", "c", "row", "d", "heads", "tiny")
-# A step runs 11 orthogonalizations: one for each of eight matrices, and one for each of the three heads of "heads".
+# A step orthogonalizes 11 matrices: the eight parameters that are a single matrix, and the three heads of the parameter
+# "heads".
 RUNS = 11
 # The first group has six trained matrices of different shapes. The matrix "row" is a single row, "e" is tied, and a
 # frozen matrix comes between "e" and "f". Groups of matrices come before and after the AdamW group. The matrix "tiny"
@@ -98,7 +99,7 @@ GROUPS: Groups = [
     (("heads",), {"split_sizes": 3, "lr": 0.03, "momentum": 0.9}),
     (("tiny",), {"lr": 0.05}),
 ]
-# Universal checkpoints do not support an empty flat buffer, so "tiny" is in one group with "d".
+# Universal checkpoints do not support empty flat buffers, so "tiny" is in the same group as "d".
 JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 
@@ -172,7 +173,7 @@ def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tenso
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """Return the text of the error that a call raises, or "" if the call succeeds."""
+    """Return the type and the text of the error that `call` raises, or "" if the call succeeds."""
     try:
         call()
     except Exception as error:
@@ -184,7 +185,7 @@ class Job:
     """A model under DeepSpeed, and a dense copy of its parameters in this process.
 
     Args:
-        change: Function that changes the model after the optimizer is made and before DeepSpeed is initialized.
+        change: Function that changes the model after the optimizer is created and before DeepSpeed is initialized.
         options: Options of `Muon`.
     """
 

@@ -227,7 +227,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Update one matrix as torch.optim.Muon does, in the dtype of the weights."""
+    """Update one matrix with the same operations as torch.optim.Muon, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     # The iteration of torch.optim.Muon returns tall matrices in column-major order, so the update has the same memory
     # format.
@@ -239,7 +239,8 @@ def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: fl
 
 
 class Stores:
-    """Momentum of several parameters as simulated ranks store it, and the step count of each parameter."""
+    """The momentum of several parameters in the form in which simulated ranks store it, and the step count of each
+    parameter."""
 
     def __init__(self, config: MuonConfig, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
         self._config, self._layouts = config, layouts

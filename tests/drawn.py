@@ -14,7 +14,7 @@ from shardmuon.layout.pieces import Box, FlatRange, ParamLayout, Piece
 from shardmuon.layout.views import MatrixView, matrix_view
 
 Shape = tuple[int, ...]
-Viewed = tuple[Shape, dict[str, Any]]  # a shape and the options of its matrix view
+Viewed = tuple[Shape, dict[str, Any]]  # the shape of a tensor, and the options of its matrix view
 
 
 @st.composite

@@ -24,8 +24,8 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 # Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
-# rates of SHARING, only one replica orthogonalizes a matrix, and a second exchange sends the result to the other
-# replicas.
+# rates of SHARING, only one replica orthogonalizes a matrix and then sends the result to the other replicas in a second
+# exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
 
@@ -44,7 +44,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A rank's plan of a step.
+    """The numbers of a step plan on one rank.
 
     Attributes:
         counted: Number of exchanges, bytes sent and matrices, as counted by `BucketCount.of_plan`.
@@ -101,7 +101,7 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """Compare with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
+    """Compare a layout with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 
     Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
     only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.

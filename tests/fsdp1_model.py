@@ -18,8 +18,8 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 
 
 class Block(nn.Module):
-    """A block with matrices of different shapes, a norm and a bias. With these shapes, shards end inside rows, and some
-    ranks store no element of some matrices."""
+    """A block with matrices of different shapes, a norm and a bias. The shapes are chosen so that shards end inside
+    rows, and so that some ranks store no element of some matrices."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
-    """Return the wrapped model and its optimizer. `how` contains arguments of the FSDP wrapper."""
+    """Return the model, wrapped with FSDP1, and its optimizer. `how` contains arguments for the FSDP wrapper."""
     model = wrapped(tied(), strategy, **how)
     return model, Muon(model, **OPTIONS, **(options or {}))
 

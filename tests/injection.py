@@ -26,7 +26,8 @@ from jobs import unlike
 import shardmuon
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
-# Satellite packages shardmuon_x are installed beside shardmuon. SATELLITES is the common prefix of their paths.
+# Satellite packages such as shardmuon_qkclip are installed beside shardmuon. SATELLITES is the common prefix of their
+# paths.
 SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"
 
 # The functions in TRANSPORT carry the messages that report an exception to other ranks, so the tests raise no exception
@@ -85,7 +86,7 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
-    @functools.cache  # `Place.of` is cached, because the profile function runs at every function call.
+    @functools.cache  # `Place.of` is cached, because the profile function of `places` calls it at every function call.
     def of(cls, code: CodeType) -> Place | None:
         if not code.co_filename.startswith((ROOT, SATELLITES)):
             return None
@@ -100,8 +101,8 @@ class Place(NamedTuple):
 
 @functools.cache
 def _sorting(file: str) -> frozenset[int]:
-    """Return the line numbers of those comprehensions in a file that process received messages without a guard (a
-    `with` block). All of them are in functions of `TRANSPORT`."""
+    """Return the line numbers of all comprehensions outside `with` blocks in the `TRANSPORT` functions of a file. These
+    comprehensions process the messages that other ranks sent, so no exception is raised in them."""
     found: set[int] = set()
 
     def walk(node: ast.AST) -> None:
@@ -197,7 +198,8 @@ KINDS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError(MARK),
     KeyboardInterrupt(MARK),
 )
-# exception types that `step` raises unchanged on the rank where they occur, rather than converted to a ValueError
+# `step` raises exceptions of these types unchanged on the rank where they occur. It converts other exceptions to a
+# ValueError.
 STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
@@ -238,7 +240,7 @@ def check_all_raise(
     if not raised[0]:
         return False if told[victim][1] else None
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    # Instead of the exception itself, calls other than `step` may raise a ValueError that quotes it.
+    # Calls other than `step` may raise a ValueError that quotes the planted exception, instead of the exception itself.
     in_words = after != "step" and isinstance(error, Exception)
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
     named = MARK if error.args else "AssertionError"

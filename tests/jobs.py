@@ -21,7 +21,7 @@ from shardmuon.testing.layouts import LAYOUTS as TABLE
 from shardmuon.testing.layouts import mesh_of, parameters
 from shardmuon.variants import KEPT_KEYS
 
-Cut = Callable[[Tensor], Tensor]  # maps a full tensor to the part that this rank stores
+Cut = Callable[[Tensor], Tensor]  # A function of this type maps a full tensor to the part that this rank stores.
 Sets = Sequence[tuple[int, ...]]
 
 FAMILIES: dict[str, Sets] = {
@@ -43,7 +43,7 @@ def rows_on(mesh: DeviceMesh, *placements: Placement) -> Cut:
 
 
 def as_in(layout: str) -> Cut:
-    """Return a function that shards a tensor as in a layout of shardmuon.testing.layouts."""
+    """Return a function that shards a tensor as the layout `layout` of shardmuon.testing.layouts does."""
     case = TABLE[layout]
     return lambda t: case.build({"t": t}, case.mesh(dist.get_world_size()))["t"]
 
@@ -74,7 +74,7 @@ def replicas(sets: Sets, *, frozen: bool = True) -> list[dict[str, Any]]:
 
 
 def shards(layout: str) -> list[dict[str, Any]]:
-    """Return a parameter group of matrices that are sharded as in a layout of shardmuon.testing.layouts."""
+    """Return a parameter group of matrices that are sharded as in the layout `layout` of shardmuon.testing.layouts."""
     return [{"params": [Spec("rows", (10, 8), as_in(layout)), Spec("cols", (6, 10), as_in(layout))]}]
 
 
@@ -91,7 +91,7 @@ def layout_of(name: str) -> list[dict[str, Any]]:
         return [*replicas(FAMILIES[name]), *alone()]
     if name == "AdamW's DTensors":
         return [{"params": [Spec("v", (8, 6), as_in("fsdp2"))], "use_muon": False}]
-    # One fault uses this mesh on a single rank only. Making a mesh is collective, so all ranks make it in advance.
+    # One fault uses this mesh on a single rank only. Creating a mesh is collective, so all ranks create it in advance.
     mesh_of((2, 2))
     return [*shards(name), *replicas(FAMILIES["chain"]), *alone()]
 
@@ -169,8 +169,8 @@ class Job:
         return {spec.name: {"weight": p.detach(), **self.state.get(p, {})} for p, spec in self.specs.items()}
 
     def unlike_whole(self, dense: dict[str, dict[str, Any]]) -> list[str]:
-        """Compare weights and state with this rank's shards of a dense job's weights and state. Return the names of
-        those that differ."""
+        """Compare the weights and the state with this rank's shards of a dense job's weights and state. Return the
+        parameter name and the key of every tensor that differs."""
         wrong = []
         # Every rank stores the full state of post-processing stages (NorMuon, ..).
         whole = ("step", *KEPT_KEYS)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of all storages made while the mode is active. `now` is the current total, and
+    """A mode that counts the bytes of all storages created while the mode is active. `now` is the current total, and
     `peak` is its maximum."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_of(function: Callable[[], object]) -> int:
-    """Return the peak bytes of the storages that `function` makes. See [Note: tensors that gloo still holds]."""
+    """Return the peak bytes of the storages that `function` creates. See [Note: tensors that gloo still holds]."""
     exchange = dist.all_to_all_single
 
     def all_to_all_single(recv: Tensor, send: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:

@@ -71,8 +71,8 @@ def _quiet_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Make Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and destroy
-    them on exit."""
+    """Create Megatron's process groups with the given parallel sizes, such as `expert_model_parallel_size=2`, and
+    destroy them on exit."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     import_megatron()
     with cuda_on_cpu(), warnings.catch_warnings():
@@ -85,15 +85,15 @@ def megatron(**sizes: int) -> Iterator[None]:
         new_group = dist.new_group
         with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
             parallel_state.initialize_model_parallel(**sizes)
-        # `fork` switches random number generators that are on GPUs, so it is replaced by a method that does nothing.
+        # Megatron's `fork` switches random number generators on GPUs, so it is replaced by a method that does nothing.
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            # Megatron makes dozens of process groups, each of which keeps files open, so all of them are destroyed.
+            # Megatron creates dozens of process groups, each of which keeps files open, so all of them are destroyed.
             for group in made:
-                # Megatron has already destroyed some of these groups, for which torch raises a ValueError.
+                # torch raises a ValueError for process groups that Megatron has already destroyed.
                 with contextlib.suppress(ValueError):
                     if isinstance(group, dist.ProcessGroup):
                         dist.destroy_process_group(group)
@@ -158,7 +158,8 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for training in this dtype, for both the model config and the optimizer config."""
+    """Return the options for training in `dtype`. The model config and the optimizer config have the same names for
+    them."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
 
@@ -168,8 +169,8 @@ def clean(name: str) -> str:
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of model chunks by name. If several chunks have the same name, the second becomes name#1,
-    as in the adapter."""
+    """Return the parameters of model chunks by name. If several chunks have a parameter of the same name, the second
+    one is called name#1, as in shardmuon's Megatron adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():
@@ -179,7 +180,8 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """Return the name, the range of elements and the main weights of each shard that Megatron assigns to this rank."""
+    """Return the parameter name, the range of elements and the main weights of each shard that Megatron assigns to this
+    rank."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}
@@ -195,8 +197,8 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """How a parameter is sharded over its tensor-parallel group, according to the attributes that Megatron's layers
-    set, and the group over which the parameter is replicated."""
+    """The sharding of a parameter over its tensor-parallel group, read from the attributes that Megatron's layers set,
+    and the group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
         from megatron.core import parallel_state as state
@@ -212,7 +214,7 @@ class Cut:
         self.num_parts = self.group.size() if self.dim >= 0 else 1
 
     def join(self, param: Tensor) -> Tensor:
-        """Return the full parameter. Collective."""
+        """Gather the full parameter from the parts that the tensor-parallel ranks store. Collective."""
         if self.num_parts == 1:
             return param.detach().clone()
         parts: list[Any] = [None] * self.num_parts

@@ -1,5 +1,5 @@
-"""A model of awkward shapes, stepped with default options. Run as a script, this file prints a digest of each weight
-after three steps."""
+"""A model with awkward shapes that is stepped with default options. Run as a script, this file prints a digest of each
+weight after three steps."""
 
 from __future__ import annotations
 

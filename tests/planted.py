@@ -120,7 +120,7 @@ def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which `change` is called in place of the orthogonalization."""
+    """Return a fault in which the step calls `change` instead of the orthogonalization."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
@@ -132,7 +132,8 @@ def updates(change: Callable[[Tensor], Tensor]) -> Plant:
 
 
 def _results(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes the orthogonalized matrices of each batch, of shape (B, rows, cols), in place."""
+    """Return a fault that replaces the orthogonalized matrices of each batch, of shape (B, rows, cols), by
+    `change(matrices)`."""
 
     def make(original: Any) -> Any:
         def orthogonalize(bound: Any, work: Any, kernel: Any, batches: Tensor) -> None:
@@ -299,8 +300,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the step calls `run` in place of the method of a post-processing stage. `scaled_`, which
-    combines stages, is replaced by calls of one stage after another."""
+    """Return a fault in which the step calls `run` instead of the method of the post-processing stage `stage`. The
+    function `scaled_`, which combines stages, is replaced by one that applies the stages one after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -325,8 +326,8 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which weights are multiplied by `change(factor)`, where `factor` is the correct factor of the
-    stage."""
+    """Return a fault that multiplies weights by `change(factor)`, where `factor` is the correct factor of a
+    post-processing stage."""
     return replaced(
         "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
     )
@@ -347,7 +348,7 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:
-    """Make Hyperball undo only half of a change of the weight's norm."""
+    """Make Hyperball undo only half of the change of a weight's norm."""
     target = kept[:, 0].double().lerp(norm, 0.5)
     kept[:, 0] = target.float()
     return target / norm
@@ -370,7 +371,7 @@ class Fault:
     layout: str = "fsdp2"
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    # further findings that may occur, depending on which rank owns a matrix
+    # Findings that an audit may also report, depending on which rank owns a matrix.
     also: set[str] = field(default_factory=set)
     # If True, the fault is visible only in exact comparisons or only with the matmul dtype of `options`, so no other
     # matmul dtype is tested.
@@ -380,7 +381,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # This finding may be reported, too, when the rows of an update have wrong lengths.
+_LENGTH = ("wrong_matrix",)  # The audit may also report "wrong_matrix" if rows of an update have wrong lengths.
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -421,7 +422,7 @@ FAULTS = {
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
         # The scale depends on the larger dim. Sharding by rows makes this dim smaller only for the matrices "a" to "d",
-        # so the scale of "square" and "wide" stays right.
+        # so the scale of "square" and "wide" stays correct.
         FOUR,
         says=" shard, not ",
     ),
@@ -577,7 +578,8 @@ FAULTS = {
         # Only matrices that rank 1 owns are reported. For other matrices, the audit gets the correct state from the
         # owner.
         {"kept_wrong"},
-        # With fp32 matmuls, the error of the update also exceeds the tolerance, so "wrong_matrix" is reported, too.
+        # With fp32 matmuls, the error of the update also exceeds the tolerance, so the audit reports "wrong_matrix",
+        # too.
         also={"wrong_matrix"},
         layout="ddp",
         options={"variant": "muon_eq+normuon"},
@@ -626,15 +628,16 @@ FAULTS = {
 }
 
 
-_SOUND: set[str] = set()  # models and options for which a correct second step has already been audited
+_SOUND: set[str] = set()  # Models and options for which the audit of a correct second step has already run.
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
     """Audit a step with a planted fault.
 
-    With `first`, this is the first step. Otherwise it is the third step, and the two steps before it are correct. The
-    second step is audited, too, and must give no finding. This step is bitwise the same for all faults that have the
-    model and the options in common, so it is audited only once for each combination of model and options.
+    With `first`, the fault is planted in the first step. Otherwise, it is planted in the third step, and the two steps
+    before it are correct. The second step is audited, too, and must give no finding. The second step is bitwise the
+    same for all faults that have the model and the options in common, so it is audited only once for each combination
+    of model and options.
     """
     fault = FAULTS[name]
     options = options | fault.options

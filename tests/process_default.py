@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def process_default(name: str) -> Iterator[None]:
-    """Set the default dtype of torch to the dtype `name`, or for "meta" the default device, and reset the default on
-    exit."""
+    """Set torch's default dtype to the dtype called `name`, and reset it on exit. If `name` is "meta", set the default
+    device to the meta device instead."""
     if name == "meta":
         with torch.device("meta"):
             yield

@@ -38,12 +38,13 @@ while asked := sys.stdin.readline():
         exec(compile(sys.argv[0], "script", "exec"), {"__name__": "__main__"})
         break
 """
-_parent: list[subprocess.Popen[str]] = []  # the process that forks ranks, once it is started
+# The list contains the process that forks ranks. It is empty until that process is started.
+_parent: list[subprocess.Popen[str]] = []
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Run a script on each rank. In the script, `sys.argv` contains the rank and the arguments. Returns the exit code,
-    stdout and stderr of each rank."""
+    """Run the code in `script` in a separate process for each rank. In the script, `sys.argv[1:]` contains the rank and
+    the arguments. Returns the exit code, stdout and stderr of each rank."""
     if not _parent:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}
@@ -65,7 +66,7 @@ def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> li
 
 
 def _end() -> None:
-    """Kill the process that forks ranks, and the ranks themselves."""
+    """Kill the process that forks ranks, and all ranks."""
     while _parent:
         parent = _parent.pop()
         os.killpg(parent.pid, signal.SIGKILL)

@@ -22,21 +22,21 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def decoder(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Return the config of a decoder. The positional arguments are the sizes in `_SIZES`, followed by
-    `intermediate_size`."""
+    """Return a config of a decoder-only transformer. The positional arguments are the sizes that `_SIZES` names,
+    followed by `intermediate_size`."""
     return {**dict(zip((*_SIZES, "intermediate_size"), sizes, strict=True)), **others}
 
 
-# sizes of Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
+# The sizes are those of Llama-3.2-1B (huggingface.co/meta-llama/Llama-3.2-1B).
 ONE_B = decoder(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
-# sizes of Qwen2.5-3B: huggingface.co/Qwen/Qwen2.5-3B
+# The sizes are those of Qwen2.5-3B (huggingface.co/Qwen/Qwen2.5-3B).
 QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
 
 
 def rounded(text: str) -> Interval:
     """Return the interval of all numbers that round to the number in `text`, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
-    # The published figures in millions, 400M and 800M, are rounded to hundreds of millions.
+    # The published figures 400M and 800M are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
     return (float(text[:-1]) - half) * unit, (float(text[:-1]) + half) * unit
 
@@ -112,7 +112,8 @@ def torchtitan_tokens() -> Interval:
     return tokens / exact.world / (whole.hi + adamw.hi), tokens / exact.world / (whole.lo + adamw.lo)
 
 
-# The function that computes each published figure, and its arguments, keyed by the figure's ID.
+# Each row gives the ID of a published figure, the function that computes the figure, and the arguments of this
+# function.
 COMPUTED: dict[str, tuple[Callable[..., Interval], tuple[Any, ...]]] = {
     "V1": (_over_adamw, ("kimi-k2", "shard=64 ep=64 pp=4", "gb300", 51 / 1029, 1051e12)),
     "V2": (_over_adamw, ("qwen3-30b-a3b", "shard=8 ep=8", "gb300", 35 / 686, 713e12)),

@@ -47,7 +47,7 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
-# layouts in which each replica orthogonalizes all matrices itself on the machine PAIRS
+# In these layouts, each replica orthogonalizes all matrices itself on the machine PAIRS.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
@@ -140,7 +140,8 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """Return a parameter with post-processing stages, each of which keeps max(rows, cols) numbers for a matrix."""
+    """Return the `Spec` of a parameter with `stages` post-processing stages, each of which keeps max(rows, cols)
+    numbers for a matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -164,7 +165,7 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), split_sizes=3),
 }
-# OPTIONS describes the views of VIEWS as options of a parameter group.
+# OPTIONS gives, for each view of VIEWS, the options of a parameter group that result in this view.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tall": {"transposed": True},
@@ -189,15 +190,15 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Return pairs of a case and a layout. Each case is paired with one in `every` layouts, and each layout with one in
-    `every` cases."""
+    """Return pairs of a case and a layout. Each case is paired with one of every `every` layouts, and each layout with
+    one of every `every` cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters for `rows`. One in `every` also runs with the other matmul dtype. This is enough, because
-    the dtype does not change which rank owns a matrix."""
+    """Return test parameters for `rows`. One of every `every` test parameters also runs with the other matmul dtype.
+    This is enough, because the dtype does not change which rank owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 

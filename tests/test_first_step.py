@@ -1,4 +1,4 @@
-"""The most likely mistakes of new users, and the error or warning that each mistake causes."""
+"""The most likely mistakes of new users, and the error or warning that each mistake must cause."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
-    """Among the refused arguments is a set of parameters, because the order of a set differs between processes."""
+    """The error must say what to write instead. Sets of parameters or options are refused, too, because the order of a
+    set differs between processes."""
     act, kind, says = GIVEN[name]
     with pytest.raises(kind, match=says):
         act()
@@ -190,8 +191,8 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str]]:
-    """Make an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings of the first and of
-    the second step on a rank."""
+    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings of the first and
+    of the second step on a rank."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())

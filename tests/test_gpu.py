@@ -57,7 +57,8 @@ def test_a_steady_step_does_not_wait(config: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("config", ["standard", "gram"])
 def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device: torch.device) -> None:
-    """The simulated device can capture a graph but not replay it, so results are compared only on a GPU."""
+    """A captured step must give the same bits as an eager step. The simulated device can capture a graph but not replay
+    it, so results are compared only on a GPU."""
     eager, captured = make_model(device, **SMALL), make_model(device, **SMALL)
     one, other = (make_optimizer(model, **CONFIGS[config]) for model in (eager, captured))
     graph = torch.cuda.CUDAGraph()
@@ -98,7 +99,8 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
-    """Step a layout on ranks, and the same matrices on this rank alone, with fp32 and with bf16 matmuls.
+    """Step the matrices of a layout on all ranks, and the same matrices on this rank alone, with fp32 and with bf16
+    matmuls.
 
     Afterwards, one more step runs in a context in which host synchronization is an error. The attribute `about` of each
     returned comparison is the text of that error, or "" if the step succeeds.

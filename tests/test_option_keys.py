@@ -15,8 +15,8 @@ def test_keys_of_somebody_else_stay() -> None:
 
 
 def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
-    """Frameworks put every default into each group, and make new optimizers from existing groups. An AdamW group may
-    therefore have options that only apply to matrices."""
+    """Frameworks copy the optimizer's defaults into every parameter group, and create new optimizers from existing
+    groups. An AdamW group may therefore have options that apply only to matrices."""
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, "momentum": 0.9, "nesterov": False}
     (made,) = Muon([group], lr=0.1, momentum=0.9, nesterov=False).param_groups
     assert (made["use_muon"], made["momentum"], made["nesterov"]) == (False, 0.9, False)

@@ -76,7 +76,8 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, lr: float | Tensor) -
     for adjust, (nesterov, decay) in zip(
         itertools.cycle((None, "original", "match_rms_adamw")), [(True, 0.1), (False, 0.1), (True, 0.0), (False, 0.0)]
     ):
-        # Without Nesterov, torch.optim.Muon normalizes the bf16 momentum buffer in place, which shardmuon does not do.
+        # Without Nesterov, torch.optim.Muon normalizes the bf16 momentum buffer in place. shardmuon does not, so the
+        # two cannot be compared.
         if dtype == torch.bfloat16 and not nesterov:
             continue
         mine, theirs = matrices(dtype, shapes), matrices(dtype, shapes)
@@ -102,11 +103,11 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # Empty state is accepted. AdamW then starts anew, because it cannot use the momentum of Muon.
+    # Empty state is accepted, and AdamW then starts from zero moments, because it cannot use the momentum of Muon.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
-    # The eps of torch.optim.Muon does not mean the same as that of AdamW, so the AdamW group keeps its default.
+    # AdamW's eps has a different meaning than the eps of torch.optim.Muon, so the AdamW group keeps its default.
     assert found == [[4, True, (0.9, 0.95), 0.1, 1e-8], [None, False, (0.5, 0.6), 0.1, 1e-8]]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]
@@ -269,9 +270,9 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # Each of `found` and `plain` is a difference of two weights of up to 4, divided by the lr of 1/2, and includes the
-    # rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds six rounded
-    # operations.
+    # `found` and `plain` are each a difference of two weights of up to 4, divided by the lr of 1/2. The error of each
+    # includes the rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds
+    # six rounded operations.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 
@@ -300,8 +301,8 @@ def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: flo
     ],
 )
 def test_options_of_a_group_may_change_between_steps(variant: str | None, changed: dict[str, Any]) -> None:
-    """Matrices of two groups share a batch until the options of the groups differ. The bits of a matrix must not depend
-    on the size of its batch."""
+    """Matrices of two groups share a batch as long as the options of the groups are equal. After an option changes, the
+    next step must equal that of a new optimizer with the changed option."""
     mine, fresh = matrices(shapes=[(6, 9)] * 2), matrices(shapes=[(6, 9)] * 2)
     given: dict[str, Any] = {"lr": 0.1, "variant": variant}
     ours, first = (Muon([{"params": ps[:1]}, {"params": ps[1:]}], **given) for ps in (mine, fresh))
@@ -377,7 +378,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"momentum_device": "cuda"}, "momentum_device='cuda' is not one of None, 'cpu'"),
 ]
 
-# Names that other packages or older versions use for an option, and the error text that gives the correct name.
+# Each row gives the name that other packages or older versions use for an option, and the error text that names the
+# correct option.
 SPELLINGS = {
     "num_heads": "is written split_sizes=h",
     "rank_local": "is written process_group=(), tp_group=()",
@@ -529,7 +531,7 @@ BAD_GROUPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 _NO_LR = 'needs lr: write lr=0.03 to train from scratch, AdamW\'s lr with adjust_lr_fn="match_rms_adamw" coming from'
 BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Muon(matrices()), TypeError, f"Muon {_NO_LR}"),
-    # lr is required even if every group has one, because groups that are added later would have no lr.
+    # `Muon` requires an lr even if every group has one, because groups that are added later would otherwise have no lr.
     (lambda: Muon([{"params": matrices(), "lr": 0.1}]), TypeError, f"Muon {_NO_LR}"),
     (lambda: Muon(nn.Linear(3, 4)), TypeError, f"Muon {_NO_LR}"),
     (lambda: param_groups(nn.Linear(3, 4)), TypeError, f"param_groups {_NO_LR}"),

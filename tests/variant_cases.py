@@ -32,5 +32,6 @@ CASES = {
     "hyperball": VariantCase((51, 72), {"variant_wrong"}),
 }
 TOGETHER = "muon_eq+normuon+hyperball"
-# Tests refer to the three variants in TOGETHER by name, and to all variants added later through LATER.
+# LATER contains all variants except the three in TOGETHER, which tests name explicitly. A new variant is therefore part
+# of all tests that use LATER.
 LATER = tuple(name for name in CASES if name not in TOGETHER.split("+"))

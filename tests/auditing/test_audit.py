@@ -50,7 +50,7 @@ METHODS = ("auto", "standard", "gram")
 
 
 def _next_step(optimizer: Muon) -> AuditReport:
-    """Take a step with different gradients, so that momentum and gradient point in different directions."""
+    """Take a step with new random gradients, so that the momentum and the gradient point in different directions."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad.sin_()
     return step_of(optimizer)
@@ -69,7 +69,7 @@ def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> Au
 
 
 def _row(*values: Any, numeric: bool) -> Any:
-    """Mark the test case `numeric` if its result could depend on the default matmul dtype."""
+    """Return the test case, marked `numeric` if its result could depend on the default matmul dtype."""
     return pytest.param(*values, marks=[pytest.mark.numeric] if numeric else [], id=f"{values[-1]}".strip("(),'"))
 
 
@@ -84,7 +84,8 @@ _FEWEST = {name: 2 if len(case.mesh(4)) == 1 else 4 for name, case in LAYOUTS.it
     ],
 )
 def test_a_sound_optimizer_gives_no_finding(world: int, layout: str) -> None:
-    """Each layout is tested with one variant and one method, because how an audit reads a layout depends on neither."""
+    """An audit of a correct step must report nothing on any layout. Each layout is tested with only one variant and one
+    method, because the way in which an audit reads a layout depends on neither."""
     number = list(LAYOUTS).index(layout)
     variant, method = ON_LAYOUTS[number % len(ON_LAYOUTS)], METHODS[number % len(METHODS)]
     reports = RankPool.cached(world).run(sound, layout, variant=variant, method=method)
@@ -100,7 +101,7 @@ IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
 # OPTIONS leaves out Nesterov momentum, named schedules and the remaining matmul dtypes, because the random steps of
-# DRAWN cover them.
+# DRAWN cover these options.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
@@ -122,8 +123,8 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     [_row(dtype, options, numeric=not {"method", "ns_dtype"} & options.keys()) for dtype, options in OPTIONS],
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Some cases have fp64 weights. The optimizer state of post-processing stages such as NorMuon stays fp32 in these
-    cases, too."""
+    """An audit must report nothing for a correct step with any options. In the cases with fp64 weights, the state of
+    post-processing stages (NorMuon, ..) stays fp32."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
@@ -132,8 +133,8 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 # These correct steps had the largest rounding errors among many random steps. In some of the steps, rounding changes a
 # whole direction of the update. This happens at a maximum of the polynomial (bf16, fp16 standard), through noise in a
 # null direction (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (seed
-# 1000729). The other steps have post-processing before the cast to fp16 for the exchange, matrices of ones (in which
-# MuonEq rounds all elements alike), or bf16 weights that torch's own addition updates (seed 8500193).
+# 1000729). Other steps have post-processing before the cast to fp16 for the exchange, or matrices of ones, in which
+# MuonEq rounds all elements alike. In the step with seed 8500193, torch's own addition updates bf16 weights.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -155,7 +156,8 @@ DRAWN = [(dtype, seed, variant) for dtype in DTYPES for seed, variant in enumera
 
 @pytest.mark.parametrize(("dtype", "seed", "variant"), [*MOVED_MOST, *DRAWN])
 def test_sound_steps_drawn_at_random_give_no_finding(dtype: str, seed: int, variant: str | None) -> None:
-    """benchmarks/audit_sharpness.py runs the same test on 1,000 random steps."""
+    """An audit must report nothing for correct steps with random options. benchmarks/audit_sharpness.py runs the same
+    check on 1,000 random steps."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32 if seed >= 100 and variant is None else 40, variant=variant)
     assert findings == [] and set(statuses) <= {"ok", "inconclusive", "zero"}, drawn
     assert seed < 100 or statuses.count("ok") >= len(statuses) - (seed == 1000729), drawn
@@ -230,7 +232,8 @@ PLANTED = [
 def test_a_planted_fault_is_caught_and_named(
     world2: RankPool, options: dict[str, Any], rows: int | None, first: bool, names: tuple[str, ...]
 ) -> None:
-    """With `first`, the fault is planted in the first step, before any optimizer state exists."""
+    """The audit must report the findings that are listed for each fault. With `first`, the fault is planted in the
+    first step, before any optimizer state exists."""
     found = world2.run(caught_all, rows, options, names, first=first)
     for name in names:
         check_caught(name, [of_rank[name] for of_rank in found])
@@ -305,8 +308,8 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Run ten steps, with an audit in every third step and the fault planted in steps 5 and 7. Only step 7 is both
-    faulty and audited."""
+    """Run ten steps, of which every third is audited. The fault is planted in steps 5 and 7, but only step 7 is also
+    audited."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []
@@ -334,14 +337,15 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """A fault that the user may have intended only gives a warning. Every other fault raises an error."""
+    """On every rank, a fault that the user may have intended causes only a warning, and any other fault raises an
+    error. Training can continue after both."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
 
 def asked_where_nothing_is_shared() -> tuple[int, set[str] | None]:
-    """Train a separate expert on each rank, so that only the optimizer's process group connects the ranks. Rank 0 alone
-    asks for an audit."""
+    """Train a separate expert on each rank, so that only the optimizer's process group connects the ranks. Only rank 0
+    requests an audit."""
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
     optimizer = Muon(
         [{"params": [("w", weight)], "process_group": (), "tp_group": ()}], lr=0.02, process_group=dist.group.WORLD
@@ -397,8 +401,9 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Audit a step of the first pair of ranks, which share a matrix. After the plan is made, the process group of the
-    pair is changed to all four ranks, and a patch hides the change from the optimizer."""
+    """Audit the second step of ranks 0 and 1, which share a matrix. After the first step, the option `process_group` is
+    changed from these two ranks to all four. A patch hides the change from the optimizer, so that the optimizer
+    keeps its old plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

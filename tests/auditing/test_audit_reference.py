@@ -1,5 +1,5 @@
 """Tests of the audit's arithmetic: its fp64 reference matches the plain Newton-Schulz iteration, and the pieces that
-ranks send are reassembled to full matrices."""
+ranks send are reassembled into full matrices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the orthogonalized matrix for an input that was divided by `longer` times its own norm."""
+    """Return the result of orthogonalizing a matrix that was divided by `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
@@ -97,8 +97,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
     after = before.clone()
     s = _settings(variant)
     apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, cautious=s.cautious)
-    # `apply_` and `recovered_update` each round the weight twice, once for the decay and once for the update. Four
-    # roundings are also allowed for the update.
+    # `apply_` and `recovered_update` each round the weight twice, once for the decay and once for the update. The
+    # tolerance also allows four roundings of the update.
     sizes = 4 * before.abs() / (s.lr * scale) + 4 * update.abs()
     arithmetic = Arithmetic(s, Choice("standard", torch.float64), *[torch.float64] * 6)
     assert_rounded(arithmetic.recovered_update(before, after, scale, update), update, roundings=1, scale=sizes)
@@ -126,7 +126,8 @@ def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[Para
 
 BLOCKS = {
     "whole rows, and parts of others": (
-        # The rows of two matrices alternate: rows 0-2 and 4-6 are one matrix, rows 3 and 7 are the other.
+        # The rows of two matrices alternate: rows 0-2 and 4-6 form the first matrix, and rows 3 and 7 form the second
+        # matrix.
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
         (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4))),
         [

@@ -155,7 +155,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def uninterrupted(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Return the weights and state of a single-process run of all steps without a checkpoint."""
+    """Run all steps in a single process without a checkpoint, and return the weights and the state."""
     job = Job("single", kind)
     job.run(range(RESUMED_UNTIL))
     return job.snapshot()
@@ -207,8 +207,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        # The job first takes steps on other data, which make a plan, momentum and step counts. Loading must replace all
-        # of these.
+        # The job first takes steps on other data, which create a plan, momentum and step counts. Loading must replace
+        # all of these.
         job.run(range(50, 52))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
@@ -225,7 +225,7 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
     return job.differences(expected)
 
 
-# Each source and target is a pair of a layout and a number of ranks. A checkpoint records only its pieces, not the
+# Each source and target is a pair of a layout and a number of ranks. A checkpoint stores pieces of tensors, but not the
 # layout from which it was saved. It is therefore enough to load each source on a single process and on one other
 # layout.
 ONE, TWO, FOUR, HSDP = ("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)
@@ -285,8 +285,8 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
     expected = uninterrupted(kind)
     found = on(source[1], _resume, source[0], "", "", kind, expected)
     equal = {f"{key} of {name}" for key, of_key in expected.items() for name in of_key} - set().union(*found)
-    # The parameter "late" has no gradient before the checkpoint, so its step count is right even if no checkpoint is
-    # loaded.
+    # The parameter "late" has no gradient before the checkpoint, so its step count would be right even if no checkpoint
+    # were loaded.
     assert equal <= {"step of late"}
 
 
@@ -294,8 +294,8 @@ def test_the_comparison_sees_a_run_that_loads_nothing(source: tuple[str, int], k
 
 
 def _made(layout: str, how: str) -> None:
-    """Create optimizer state as checkpoint code does before it loads. Check that the state is zero for all trained
-    parameters, and that the weights stay unchanged."""
+    """Create optimizer state as checkpoint code does before it loads a checkpoint. Check that the state is zero for all
+    trained parameters, and that the weights stay unchanged."""
     job = Job(layout, "variants" if how == "asked" else "plain")
     before = job.snapshot()["weights"]
     assert job.optimizer.state_dict()["state"] == {}
@@ -309,7 +309,8 @@ def _made(layout: str, how: str) -> None:
         job.optimizer.step()
     found = job.snapshot()
     assert_bitwise(found.pop("weights"), before)
-    assert found.pop("step")["table"] == (how == "stepped")  # AdamW counts a step at lr=0, as torch's AdamW does.
+    # A step with lr=0 still increases the step count of AdamW, as in torch's AdamW.
+    assert found.pop("step")["table"] == (how == "stepped")
     assert [key for key, of_key in found.items() for value in of_key.values() if value.any()] == []
     of_variants = {"second_moment", "weight_radius"} if how == "asked" else set()
     assert set(found) == {"momentum_buffer", "exp_avg", "exp_avg_sq", *of_variants}

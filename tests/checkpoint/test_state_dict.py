@@ -76,7 +76,7 @@ def _decoded(state: Mapping[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("saved", STORED)
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted: str, dtype: torch.dtype) -> None:
     """Loading must not cast fp32 momentum, or the scales of 8-bit momentum, to the dtype of the parameter, as torch
-    would. If both formats are the same, the loaded momentum is bitwise equal."""
+    would. If momentum is saved and loaded in the same format, it must stay bitwise equal."""
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(dtype)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
     one, two = (Muon(p, lr=0.0, **STORED[s]) for p, s in ((first, saved), (second, wanted)))
@@ -100,7 +100,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: str, wanted
 
 def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwise() -> None:
     (old, (w, _)), (new, (v, _)) = pair(BF16), pair(BF16)
-    w.grad_dtype = v.grad_dtype = None  # None allows fp32 gradients of bf16 weights.
+    w.grad_dtype = v.grad_dtype = None  # If grad_dtype is None, torch accepts fp32 gradients of bf16 weights.
     w.grad = torch.randn(4, 3)
     old.step()
     new.load_state_dict(old.state_dict())
@@ -115,8 +115,8 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
-    """The run continues from torch's state dict, which includes its options, or from state that is copied as
-    docs/migration.md shows."""
+    """A run of torch.optim.Muon must continue bitwise in shardmuon. It continues either from torch's state dict, which
+    includes the options, or from state that is copied as docs/migration.md shows."""
     theirs = [nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))]
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
     old = torch.optim.Muon(theirs, **options)
@@ -148,14 +148,14 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A checkpoint file, and the optimizer that loads it."""
+    """A test case: the model whose checkpoint file is loaded, and the optimizer that loads it."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers share one weight
     frozen: bool = False
     empty_at: int | None = None  # position of a parameter group without parameters
-    # None if torch can create the optimizer's state before loading. Otherwise the reason why it cannot: "" means that
-    # gradients exist, and any other text is the error of a broken step.
+    # None if torch can create the optimizer's state before loading. Otherwise, this is the reason why torch cannot: an
+    # empty string if gradients exist, or the text of the error that interrupted an earlier step.
     busy: str | None = None
 
 
@@ -229,7 +229,8 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
 
 
 def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving is refused during a step. After a broken step, it is refused until the user accepts the state."""
+    """Saving is refused while a step runs. After an error has interrupted a step, saving is refused until the user
+    accepts the optimizer's state."""
     (model, optimizer), said, whole = two(), list[str](), Buckets.run
 
     def save(says: str) -> None:

@@ -66,8 +66,9 @@ def test_own_groups_have_the_users_time_out_and_those_that_are_destroyed_are_nam
 def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the default group is bound to a device, torch creates the new group with `ncclCommSplit`, which waits for all
-    ranks of the default group. The binding must therefore be removed while the new group is created."""
+    """If the default process group is bound to a device, torch creates each new group with `ncclCommSplit`, which waits
+    for all ranks of the default group. The binding must therefore be removed while shardmuon creates a group of some
+    of the ranks."""
     # `init_process_group(device_id=...)` sets `bound_device_id` of the default group.
     bound = torch.device("cuda", 3)
     world, seen = SimpleNamespace(bound_device_id=bound, _device_types=()), []
@@ -139,7 +140,7 @@ _LIVES = textwrap.dedent(
 @pytest.mark.ranks
 @pytest.mark.apart
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
-    """If a gloo thread outlives its process group, it aborts the process at exit, with the message `terminate called`
-    and exit code -6."""
+    """All ranks must exit with code 0. If a gloo thread outlived its process group, it would abort the process at exit,
+    with the message `terminate called` and exit code -6."""
     for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, str(tmp_path)):
         assert (code, out.strip()) == (0, "done") and "terminate called" not in err, err

@@ -49,15 +49,15 @@ FAMILIES: dict[str, Family] = {
     "ring": [*((i, i + 1) for i in range(7)), (0, 7)],
     "rows and columns": [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)],
     "nested": [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1)],
-    # Two replicas have four pipeline stages each, and the first replica ties the embeddings of its first and last
-    # stage.
+    # Two replicas have four pipeline stages each, and the first replica uses the same embedding weight in its first and
+    # last stage.
     "tied stages": [(0, 1), (2, 3), (4, 5), (6, 7), (0, 6)],
     "apart": [(0, 1, 2), (3, 4), (5, 6, 7)],
 }
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """Return the connected component of a rank, computed directly from the definition."""
+    """Return the ranks in the connected component of `rank`, computed directly from the definition."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -101,7 +101,7 @@ def test_every_message_is_counted_once_on_every_rank() -> None:
 
 
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
-    """Return the message that a rank sends in a vote of the ranks `own`."""
+    """Return the message that the rank `rank` sends in a vote of the ranks `own`."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
     with mock.patch.object(groups.Lane, "over", return_value=lane):
@@ -174,8 +174,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest allowed number of presence bits and with digests that differ between ranks. Then check that
-    shards which need more bits than allowed are refused."""
+    """Vote with the largest allowed number of presence bits, of which each states that a gradient exists, and with
+    digests that differ between ranks. Then check that shards which need more bits than allowed are refused."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -190,8 +190,8 @@ def _most_bits() -> bool:
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
-    """A message that does not fit into gloo's buffer would abort the process, so a vote with more gradients must be
-    refused."""
+    """A message that does not fit into gloo's buffer would abort the process. A vote about more gradients than a
+    message can describe must therefore be refused."""
     assert MOST_BITS > 500_000
     assert world3.run(_most_bits) == [True] * 3
 
@@ -205,8 +205,8 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
-    """Plant a fault on the rank `culprit`. Return the connected component of this rank, the result of a vote, and the
-    texts of the errors that `discover` and `gather` raise."""
+    """Plant a fault on the rank `culprit`. Return the connected component of the calling rank, the result of a vote,
+    and the texts of the errors that `discover` and `gather` raise."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)
@@ -286,7 +286,7 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 
 def _late(closes: bool) -> tuple[str, float]:
-    """Leave rank 3 of four out of a vote. It either closes its lane or stays silent until the other ranks time out
+    """Leave rank 3 of four out of a vote. Rank 3 either closes its lane or stays silent until the other ranks time out
     after one second. Returns the error text and the elapsed seconds."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections.

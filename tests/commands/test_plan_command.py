@@ -229,7 +229,7 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        # The plan gives only an upper bound on the memory of a step, so slightly less memory may also be enough.
+        # The plan gives an upper bound on the memory of a step, so the step may still fit into slightly less memory.
         (kept + 0.9 * more, "may not fit"),
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),

@@ -1,5 +1,5 @@
-"""Tests of `shardmuon verify`: the values in its table are measured, and a layout that violates the contract makes the
-command fail."""
+"""Tests of `shardmuon verify`: the table must contain measured values, and the command must fail if a layout gives
+different results than a single process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # A step has one vote and two exchanges.
+        "collectives": "3",  # The three collectives of a step are one vote and two exchanges.
     }
 
 

@@ -21,7 +21,7 @@ def claimed() -> list[tuple[str, str]]:
 
 
 def existing() -> set[tuple[str, str]]:
-    """Return the file and the name of every test function."""
+    """Return the file and the name of every test function in tests/."""
     return {
         (str(path.relative_to(TESTS)), node.name)
         for path in TESTS.rglob("test_*.py")

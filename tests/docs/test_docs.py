@@ -54,7 +54,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_documents_name_only_files_that_are_there(path: Path) -> None:
-    """A document may give a path relative to any folder. The changelog is exempt, because it also names deleted
+    """A path in a document may be relative to any folder. The changelog is exempt, because it also names deleted
     files."""
     named = set(re.findall(r"(?<![\w/.-])[\w/]+\.py\b", path.read_text()))
     if path.name != "CHANGELOG.md":

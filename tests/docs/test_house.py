@@ -25,7 +25,8 @@ def house() -> ModuleType:
 
 
 def run(path: Path, source: str, **names: Any) -> dict[str, Any]:
-    """Execute the source as the file `path`, which need not exist, and return the names that it defines."""
+    """Execute `source` as if it were the file `path`, which need not exist. Return the names that the source
+    defines."""
     exec(compile(textwrap.dedent(source), str(path), "exec"), names)
     return names
 
@@ -49,7 +50,7 @@ TOP = """
 
 def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path: Path) -> None:
     """The expected calls are one of `top`, two of `leaf`, one of the generator `numbers`, two of `len` and one of
-    `sum`. Functions outside the folder are not counted."""
+    `sum`. Python functions in files outside the watched folder are not counted."""
     leaves = run(tmp_path / "deep" / "leaves.py", LEAVES)
     outside = run(tmp_path.parent / "outside.py", "def outside(): return len('')")["outside"]
     top = run(tmp_path / "top.py", TOP, leaf=leaves["leaf"], numbers=leaves["numbers"], outside=outside)["top"]
@@ -185,7 +186,7 @@ def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
     assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
 
 
-MOST_LINES = 60  # Docstrings do not count toward this limit.
+MOST_LINES = 60  # The lines of docstrings do not count.
 
 
 def test_functions_are_short(house: ModuleType) -> None:
@@ -205,8 +206,9 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
     """With four shards, the owner sends three quarters of the matrix and every other rank one quarter, so the owner
-    sends twice the mean. With two replicas of two shards, two ranks send one half to each other and one half to the
-    other replica, which sends nothing. Each of the two ranks sends twice the mean."""
+    sends twice the mean. With two replicas of two shards, the two ranks of one replica each send half of the matrix
+    to each other and half to the other replica. The ranks of the other replica send nothing, so the first two ranks
+    send twice the mean."""
     from shardmuon.layout.mesh import Shard
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0

@@ -131,7 +131,7 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    # `seconds` is the goal for the planning time, which was measured as 1.1 and 7.3 seconds on one core.
+    # `seconds` is the goal for the planning time on one core. The measured times were 1.1 and 7.3 seconds.
     ("model", "mesh", "seconds"),
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )

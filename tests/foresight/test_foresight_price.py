@@ -54,7 +54,7 @@ SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
         (RATE, (1,), (1.0, 1.0, 1.0), True),
         # Below the smallest measured size, a time is pure latency and therefore constant.
         (TIME, (1,), (1.0, 1.0, 1.0), False),
-        # A surface is interpolated over sizes first, then over aspect ratios.
+        # A table with several aspect ratios is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
         (SURFACE, (10, 1.0), (1.0, 1.0, 1.0), False),
         (SURFACE, (10, 9.0), (16.0, 16.0, 16.0), True),
@@ -76,7 +76,8 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # Every hardware file has numbers that are derived or second-hand, and these must be marked as not verified.
+    # Every hardware file has numbers that were derived or taken from second-hand sources, and these must be marked as
+    # not verified.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
@@ -131,8 +132,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """A partly filled batch is padded with zeros and takes the time of a full batch. A tiny batch takes the launch
-    latency of its kernels."""
+    """A partly filled batch is padded with zeros, so it must take the time of a full batch. A batch of tiny matrices
+    must take the launch latency of its kernels."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
