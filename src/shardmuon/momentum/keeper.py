@@ -256,7 +256,7 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     a block have a common scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
-    # pairs (rank, description of its shard) for shards that begin or end inside a block
+    # pairs (rank, description of its shard) for shards that can begin or end inside a block
     inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:

@@ -330,7 +330,7 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """Return a list for each owner, which contains the owner's matrices, costliest first."""
+    """Return one list per owner, which contains the matrices of the owner, costliest first."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
