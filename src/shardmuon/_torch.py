@@ -63,7 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# device type -> torch's matmul settings for this device, and the values that disable reduced precision
+# For each type of device: the object with torch's matmul settings, and the values of its attributes that disable
+# reduced precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
@@ -155,7 +156,8 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or extent + 1 == t.numel()
 
 
-# copies the tensors of the second list to those of the first, and converts dtypes if necessary
+# `foreach_copy_(targets, sources)` copies each source to the target at the same index, and converts dtypes if
+# necessary.
 foreach_copy_ = partial(foreach, "copy_")
 
 
@@ -187,8 +189,8 @@ def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] |
 
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:
-    """Map the `id` of each parameter to its name in the state dicts of torch.distributed.checkpoint, which omit the
-    prefixes that wrappers add. Uses torch's private function `_get_fqns`."""
+    """Return a dict from the `id` of each parameter to its name in the state dicts of torch.distributed.checkpoint,
+    which omit the prefixes that wrappers add. Uses torch's private function `_get_fqns`."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
@@ -238,7 +240,7 @@ def is_alive(group: Any) -> bool:
 
 def group_named(name: str) -> Any:
     """Return the process group that torch knows by a name, or None if there is none."""
-    # one key can be -100, torch's placeholder for groups without this rank
+    # A key can be the number -100, torch's placeholder for a group without this rank, which has no `group_name`.
     known = dist.distributed_c10d._world.pg_group_ranks if name else ()
     return next((group for group in known if getattr(group, "group_name", "") == name), None)
 

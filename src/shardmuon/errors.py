@@ -104,7 +104,7 @@ def about(name: str) -> Iterator[None]:
     try:
         yield
     except _OUT_OF_MEMORY as wrong:
-        # `fault_text` puts the parameter's name in front of the message
+        # `fault_text` later reads this attribute and puts the parameter's name in front of the message.
         wrong.__dict__.setdefault("_shardmuon_at", f"{name}: ")
         raise
     except Exception as wrong:
@@ -129,7 +129,7 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Format ranks, given in ascending order, for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    # rank minus position is the same for all ranks of a consecutive run
+    # In a run of consecutive ranks, the difference between rank and position is constant.
     numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -115,7 +115,7 @@ class Host:
         steps."""
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
-        """Return all current plans; empty before the first plan is made."""
+        """Return all current plans of the optimizer; the tuple is empty before the first plan is made."""
         return () if core.binding is None else (core.binding.plan,)
 
     @staticmethod
@@ -165,7 +165,7 @@ class Hosts(list[Host]):
 
     @staticmethod
     def clipped(params: Iterable[Tensor]) -> str | None:
-        """Return an error message if any framework clips the gradients of these parameters itself, so that the user
-        must not clip them again; else None."""
+        """Return an error message if a framework clips the gradients of any of these parameters itself, because the
+        user must not clip them a second time. Return None if no framework does."""
         found = {name for param in params for name in vars(param)}
         return next((host.clipping for host in _HOSTS if not found.isdisjoint(host.marks)), None)

@@ -105,7 +105,8 @@ class Core:
         self.routing: tuple[RoutingRow, ...] = ()
         self.broken: str | None = None
         self.component: Ranks | None = None
-        self.world = current_world()  # identifies the default process group to which the ranks in `component` belong
+        # token of the default process group in which the ranks in `component` are numbered
+        self.world = current_world()
         self._forget_process()
 
     def _forget_process(self) -> None:
@@ -196,8 +197,8 @@ class Core:
         return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Store the state that validation has created in the optimizer, and redistribute each gradient whose placements
-        differ from its parameter's."""
+        """Put the state that validation has created into the optimizer's state, and redistribute each gradient whose
+        placements differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             kept.clear()  # also removes state that AdamW or another variant has left behind
@@ -259,7 +260,8 @@ class Core:
         fault = Fault()
         with Refused.made_public():
             binding = StepCall(self, fault).renewed(fault)
-            # this error occurred after the ranks had exchanged errors, so only this rank raises it
+            # An error that `fault` contains at this point occurred after the ranks had exchanged errors, so only this
+            # rank raises it.
             if fault.text is not None:
                 raise Refused(fault.text, fault.cause)
         return binding.plan
@@ -276,8 +278,9 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
 
 
-# Message of a rank about its plan. For each set of ranks that share parameters: the number of these parameters whose
-# gradient can be missing on some of the ranks, and the name of the set's process group if the rank knows such a group.
+# Message of a rank about its plan, which consists of two dicts. Their keys are sets of ranks that share parameters. The
+# first dict gives the number of these parameters whose gradient can be missing on some of the ranks. The second dict
+# gives the name of the set's process group, if the rank knows such a group.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
@@ -314,8 +317,8 @@ class StepCall(TableCall[Binding]):
         self.options = self._core.options.read(groups)
         if len(self.options) != len(kept.planned):
             return False
-        # the parameters are listed again, by the same condition as in `Offer`, because frameworks can replace
-        # parameters
+        # Frameworks can replace parameters, so the parameters are listed again. The condition must be the same as in
+        # `Offer`.
         found = []
         for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
             if planned != ("" if settings is None else settings.planned):
@@ -718,7 +721,8 @@ class Muon(Core, Optimizer):
         self.take_loaded(*read_state(self.param_groups, state_dict, self.keeper))
 
     def take_loaded(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Replace this optimizer's state and groups by those that were read from a state dict and checked."""
+        """Replace this optimizer's state and groups with state and groups that were read from a state dict and
+        checked."""
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # the next step must check the loaded weight norms
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -747,6 +751,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
-# `world` in it, and therefore ignores `component`.
+# Attributes that copies and pickles contain. `world` identifies a default process group of one process. A process that
+# loads the pickle of another process therefore ignores `component`, which is valid only with this group.
 _OWN = ("config", "process_group", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

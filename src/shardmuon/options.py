@@ -32,7 +32,8 @@ from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-_FaultOf = Callable[[Any], str]  # maps an option's value to the end of an error message, or to "" if the value is valid
+# Function that takes an option's value, and returns the end of an error message, or "" if the value is valid.
+_FaultOf = Callable[[Any], str]
 
 
 def _one_of(*allowed: object) -> _FaultOf:
@@ -82,8 +83,8 @@ def _only(wanted: bool, why: str) -> _FaultOf:
 
 _TRUTH = _one_of(True, False)
 
-# Name of an option -> check of its value: first the options of the whole optimizer, then the options of parameter
-# groups.
+# Dict from the name of an option to the function that checks its value. The options of the whole optimizer come first,
+# followed by the options of parameter groups.
 _CHECKS: dict[str, _FaultOf] = {
     "method": _one_of(*get_args(MethodName)),
     "ns_dtype": _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -161,8 +162,8 @@ _CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-# Value of `adjust_lr_fn` -> function that computes the factor on lr for a rows x cols matrix. docs/learning_rate.md
-# explains the formulas, and lists libraries that use the same names for other formulas.
+# Dict from a value of `adjust_lr_fn` to the function that computes the factor on lr for a rows x cols matrix.
+# docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # the scale of Keller Jordan's Muon, and of torch.optim.Muon with "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -180,8 +181,8 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "transposed": False,
 }
-# Options whose values are process groups, used for plain tensors. Checkpoints do not contain these options, because a
-# checkpoint can be loaded with another sharding.
+# Options of a group whose values are process groups, and that apply to plain (not DTensor) tensors. Checkpoints do not
+# contain these options, because a checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
 # These defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
 # betas[0] instead of momentum.
@@ -388,7 +389,8 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
         return matrix_view(shape, **{key: group[key] for key in VIEW_DEFAULTS})
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            # the global shape is unknown until a plan is made, so the options are checked then
+            # The global shape is unknown until a plan is made, so return a view without matrices. The options are
+            # checked when the plan is made.
             return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)
         raise ValueError(f"{name}: {wrong}") from None
 
@@ -420,10 +422,11 @@ class OptionsReader:
 
 
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options: a saved group's (`theirs`) take precedence over those of the optimizer's group (`mine`), with two
-    exceptions. Process groups and names stay, because saved groups have no process groups, and saved names can contain
-    prefixes of wrappers such as torch.compile. `variant` stays if the saved group has none: the state that the variant
-    needs is then missing, which raises an error. Otherwise the variant would be dropped silently."""
+    """Merge the options of a saved group (`theirs`) into those of the optimizer's group (`mine`). The saved options
+    take precedence, with two exceptions. Process groups and names are not replaced, because saved groups have no
+    process groups, and saved names can contain prefixes of wrappers such as torch.compile. `variant` is not replaced
+    if the saved group has none: the state that the variant needs is then missing, which raises an error. Otherwise
+    the variant would be dropped silently."""
     group = {**mine, **theirs, **{key: mine[key] for key in (*PLACE_OPTIONS, "param_names") if key in mine}}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
@@ -448,7 +451,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
     params = param_group.get("params")
     refuse_sets("parameters", params, "a list")
-    # Megatron-FSDP expects "params" to be the first key. Options of both Muon and AdamW, since `use_muon` can change.
+    # Megatron-FSDP expects "params" to be the first key. The group gets the options of both Muon and AdamW, because
+    # users can change `use_muon` later.
     group = {"params": (), **defaults, **ADAMW_DEFAULTS, **param_group}
     group["params"] = [params] if isinstance(params, Tensor) else list(params or ())
     group |= {key: GroupRef.of(group[key], key) for key in PLACE_OPTIONS}

@@ -64,7 +64,7 @@ from shardmuon._torch import foreach_copy_, foreach_norm
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # returns shape (count, size plus padding)
+def _aligned_rows(count: int, size: int, like: Tensor) -> Tensor:  # the result has shape (count, size plus padding)
     """Allocate uninitialized rows, with the dtype of `like` but at least fp32. Rows are padded so that each starts at a
     multiple of 64 bytes."""
     wide = torch.promote_types(like.dtype, torch.float32)
@@ -113,7 +113,7 @@ class Norms:
             self._whole = self.sums(self.means)[0].mul_(self._side).sqrt_()
         return self._whole
 
-    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # maps nonnegative (B, P) to (B, 1)
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # nonnegative tensors (B, P) give tensors (B, 1)
         """Sum over the lines of each matrix, separately for each of several tensors that have one number per line."""
         lines = [row for one in several for row in one.narrow(1, 0, self.num_lines).unbind(0)]
         found: Sequence[Tensor] = torch.stack(foreach_norm(lines, 1, several[0].dtype)).unsqueeze(1).chunk(len(several))
@@ -128,8 +128,8 @@ class Norms:
         self._whole = None if of_lines or self._whole is None else self._whole * factor
 
     def gathered(self, rows: Sequence[Tensor], of_lines: bool) -> Tensor:
-        """Stack the state tensors of all matrices into one tensor, with shape (B, num_kept), or (B, P) if
-        `of_lines`."""
+        """Stack the state tensors of all matrices into one tensor of shape (B, num_kept). If `of_lines`, the shape is
+        (B, P), and each row is padded to P elements."""
         if not of_lines:
             return torch.stack(list(rows))
         found = _aligned_rows(len(rows), self.num_lines, rows[0])
@@ -143,7 +143,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _line_norms(
-    x: Tensor,  # (B, m, n), not written to
+    x: Tensor,  # (B, m, n), only read
     dim: int,  # -1 for the norms of rows, -2 for the norms of columns
     out: Tensor | None = None,
 ) -> Tensor:  # returns shape (B, m) or (B, n), at least fp32
@@ -191,7 +191,7 @@ class BeforeStage(Stage):
 
     def run_(
         self,
-        x: Tensor,  # shape (1, rows, cols) on a CPU, (B, rows, cols) with aligned matrices on other devices
+        x: Tensor,  # (1, rows, cols) on a CPU; else (B, rows, cols), where each matrix starts at a multiple of 64 bytes
     ) -> None:
         """Transform the matrices in place, and scale each matrix to Frobenius norm 1, so that the orthogonalization
         does not normalize them again.
@@ -218,7 +218,7 @@ class AfterStage(Stage):
 
     def factor(
         self,
-        norms: Norms,  # norms of the B matrices, with all earlier stages applied
+        norms: Norms,  # norms of the B matrices after they are multiplied by the factors of all earlier stages
         kept: Tensor,  # the stage's state, fp32, updated in place: (B, num_kept), or (B, P) if `of_lines`
     ) -> Tensor:  # (B, 1), or (B, P) if `of_lines`; in the dtype of the norms
         """Compute the factor by which each matrix or line is multiplied.
@@ -238,7 +238,8 @@ class AfterStage(Stage):
 def scaled_(
     stages: Sequence[AfterStage],  # at least one stage
     x: Tensor,  # (B, rows, cols), scaled in place
-    kept: Mapping[str, Sequence[Tensor]],  # stage's key -> state of each matrix, (num_kept,), fp32; updated in place
+    # stage's key -> state tensor of each matrix, (num_kept,), fp32, updated in place
+    kept: Mapping[str, Sequence[Tensor]],
 ) -> None:
     """Apply several stages in succession, with only two passes over the matrices: the first pass computes norms, and
     the second pass multiplies by the product of all factors. Matrices of zeros stay zeros."""
@@ -265,7 +266,7 @@ def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the r
 
 class WeightStage(Stage):
     """Stage that multiplies each matrix of weights by a factor after the update. A variant has at most one such stage.
-    A single reduction per step and set of ranks computes the norms of all matrices.
+    In each step, ranks that share several matrices compute the norms of all of them in a single reduction.
 
     The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
     The state is not sent between ranks, because every rank computes it from the same bits.
@@ -390,7 +391,7 @@ class NorMuon(AfterStage):
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=1e-10)  # the lower bound 1e-10 is nanochat's
-        # ||O||^2 and ||O'||^2 are the sums over lines of the mean squares, both times the same constant
+        # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines, times the same constant, which cancels.
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
 

@@ -56,7 +56,7 @@ class _Made:
     lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # each key is a default process group
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # the keys are default process groups
 
 
 def made_under(world: Any) -> _Made:
@@ -162,8 +162,9 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # `kept` may be the object of a destroyed group
-        return kept  # `hint` is ignored from now on, because ranks that rebuild a plan can have different hints
+    if kept is not None and is_alive(kept):  # a group that has been destroyed can still be referenced
+        # The cached group takes precedence over `hint`, because ranks that rebuild a plan can have different hints.
+        return kept
     for group in (default_group(), hint):
         if group is not None and group_ranks(group) == ranks:
             break
@@ -184,7 +185,7 @@ def wire_device(device: torch.device, ranks: Ranks, preferred: torch.device | No
     if len(ranks) == 1 or (preferred is None and device.type != "cpu"):
         return preferred or device
     config = dist.get_backend_config(group_for(ranks))
-    # maps a device type to its backend, for example "cuda" to "nccl"
+    # Dict from a device type to its backend, for example "cuda" to "nccl".
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if preferred is not None and backends.get(preferred.type, "gloo") != "gloo":
         return preferred
@@ -202,8 +203,8 @@ class Traffic:
     """Counters of this rank's communication and of the matrices that this rank orthogonalized.
 
     Attributes:
-        exchanges: Number of all-to-all calls: two for each bucket (a batch of matrices) that is gathered from shards,
-            and one for each bucket whose results are sent on to ranks with replicas.
+        exchanges: Number of all-to-all calls: two for each bucket (matrices that are exchanged together) that is
+            gathered from shards, and one for each bucket whose results are sent on to ranks with replicas.
         agreements: Number of votes before steps, including votes that refused the step.
         bytes_sent: Number of bytes that this rank sent in all-to-all calls.
         orthogonalized: Number of matrices orthogonalized on this rank.
@@ -295,7 +296,7 @@ class Lane:
             raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
         self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
         self._hops = _hops_of(self.me, len(ranks))
-        # 30 minutes are the default, since some backends do not expose a timeout
+        # The timeout is 30 minutes if the backends of the default group do not expose one.
         self._limit = timeout_of(world) or timedelta(minutes=30)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -348,7 +349,8 @@ class Lane:
                     pending.append(self._group.recv([found], member, 7))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                # The error's traceback keeps this list alive, and handles in the list would keep connections open.
+                # The error's traceback keeps this list alive. The list is emptied, because handles in it would keep
+                # connections open.
                 pending.clear()
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error

@@ -116,7 +116,7 @@ class Fault:
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            gather({}, component, self)  # all ranks gather after a failed vote, whatever they voted on
+            gather({}, component, self)  # after a failed vote, all ranks gather, whatever they voted on
             raise _other_call(component, verdict)
         return bool(verdict.presence)
 
@@ -167,7 +167,7 @@ class Ballot(NamedTuple):
     presence: int = 0
 
 
-_Message = tuple[int, int, int, int]  # phase, flags, sum of digests, presence bits
+_Message = tuple[int, int, int, int]  # (phase, flags, sum of digests, presence bits)
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
@@ -198,8 +198,8 @@ def digest_of(value: object) -> bytes:
 
 
 def _told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the error messages of all ranks. Each distinct message appears once, after the ranks that reported it, as
-    in "ranks 0-7: out of memory"."""
+    """Merge the error messages of all ranks. Each distinct message appears once, preceded by the ranks that reported
+    it, as in "ranks 0-7: out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:
@@ -425,8 +425,8 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Return the inputs of a set's digest as lines. If digests differ, an error message shows the first lines that
-        differ."""
+        """Return, as lines, the inputs from which a set's digest is computed. If digests differ, an error message shows
+        the first lines that differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Format an error message about the first difference between the ranks of a set.

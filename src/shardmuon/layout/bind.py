@@ -106,8 +106,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
     column is a part of the tensor. The result is equal on all ranks.
 
     Args:
-        known: Rank -> the ties of its tensors (the ranks with which it shares them), for all ranks that shared tensors
-            connect.
+        known: Rank -> the ties of its tensors (the ranks with which it shares them), for all ranks that are
+            connected by shared tensors.
 
     Raises:
         Refused: The ties of some ranks do not fit together into a grid.
@@ -118,7 +118,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # reuse the grid for all ranks in it: computing it again for each of N ranks would take O(N^3) time
+                # Reuse the grid for all ranks in it, because computing the grid again for each of N ranks would take
+                # O(N^3) time.
                 for row, column in itertools.product(grid, columns):
                     found.setdefault(Ties(row, column), grid)
     return found
@@ -179,10 +180,10 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of these parameters, which are the ranks that share each parameter, and the sets of ranks in each
-    of the ties. Other ranks of the sets wait for this rank's message, so an error does not stop the search: the
-    error is recorded in `fault`, and its parameter is left out. If `fault` contains an error afterwards, the search
-    is repeated once, because an interruption can end a search early."""
+    """Find the ties of these parameters: for each parameter, the ranks that share it. Returns a dict from each of the
+    ties to its sets of ranks. The other ranks of these sets wait for this rank's message, so an error does not stop
+    the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains an error
+    afterwards, the search is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -332,7 +333,7 @@ def _compare_replicas(
 ) -> None:
     """Compare the fingerprints of replicas, and raise an error on all ranks if any rank finds a difference or has an
     error. Collective over `component`."""
-    prints = dict[tuple[Ranks, int], int]()  # (set of ranks, parameter's position in the set) -> fingerprint
+    prints = dict[tuple[Ranks, int], int]()  # (set of ranks, position of the parameter in the set) -> fingerprint
     with fault:
         if table and fingerprint is not None:
             placed = [(ranks, *place) for ranks, numbers in table[0].sets.items() for place in enumerate(numbers)]
@@ -391,13 +392,13 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Derive the binding, the data that later calls reuse, from a new table. Returns the binding and a picklable
-        message, which is sent to all ranks of the table's component."""
+        """Derive the binding, the data that later calls reuse, from a new table. Returns the binding, and a picklable
+        message, which the caller sends to all ranks that have built the table together."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding with the messages that `made` has returned on all ranks, and store it for later
-        calls."""
+        """Complete the binding `kept`, and store it for later calls. `everyone` has the message that `made` has
+        returned on each rank."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

@@ -23,7 +23,7 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
-_Span = tuple[Ints, Ints]  # first index and sizes of a box
+_Span = tuple[Ints, Ints]  # (first index, sizes) of a box
 
 
 class Box(NamedTuple):

@@ -34,7 +34,7 @@ class _Matrix(NamedTuple):
     Attributes:
         rows, cols: Shape of the matrix.
         start, sizes: First index and sizes of the box.
-        strides: Stride of each fine dim in the row-major matrix, in elements.
+        strides: Stride of each dim of the fine index space in the row-major matrix, in elements.
     """
 
     rows: int
@@ -134,7 +134,7 @@ def matrix_view(
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # the repeats of a single block are adjacent, so they form one block
+    if len(blocks) == 1:  # if a repeat has a single block, the blocks of all repeats are adjacent and form one block
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
     matrices = []
@@ -175,13 +175,15 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 def _block(
     dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
 ) -> _Matrix:
-    """Make the matrix of one block. `block`: (expert, first index of the block within a repeat, size of the block)."""
+    """Make the matrix of one block of rows or columns. `block`: (index of the matrix in a stack, first index of the
+    block within a repeat, size of the block)."""
     expert, first, size = block
-    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # numbers of rows and columns as stored
+    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # (number of rows, number of columns), as stored
     sides[split_dim] = size * groups
-    # strides of the stored rows and columns in the row-major matrix
+    # Stride of the stored rows and stride of the stored columns, in the row-major matrix.
     steps = (1, sides[0]) if transposed else (sides[1], 1)
-    ranges = [(0, dims[of_rows], steps[0])]  # first index, size, and stride in the matrix of each fine dim
+    # For each dim of the fine index space ([Note: the fine index space]): (first index, size, stride in the matrix).
+    ranges = [(0, dims[of_rows], steps[0])]
     inner = row_major(dims[of_rows + 1 :])
     ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
     ranges[split_dim] = (first, size, steps[split_dim])
@@ -195,7 +197,7 @@ def _block(
 
 
 def _blocks_of(
-    size_of: tuple[int, int],  # numbers of rows and columns as stored
+    size_of: tuple[int, int],  # (number of rows, number of columns), as stored
     split_dim: int,
     given: Sequence[int] | int | None,
     split_groups: int,

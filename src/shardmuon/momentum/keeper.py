@@ -52,8 +52,8 @@ class Keeper:
         self.as_computed = not self.rounds and device is None
 
     def _kinds(self, like: Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.device]]:
-        """Map the state key of the momentum, and of the scales of 8-bit codes if there are any, to the dtype and device
-        of the stored tensor.
+        """Return a dict from state key to a pair (dtype, device) for each stored tensor: the momentum and, if momentum
+        is stored as 8-bit codes, the scales.
 
         Args:
             like: Any tensor on the parameter's device.
@@ -122,7 +122,8 @@ class Keeper:
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
     def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Create zero-filled tensors for a parameter's momentum and, if 8-bit codes are used, its scales, by state key.
+        """Create zero-filled tensors for a parameter's momentum and, if 8-bit codes are used, its scales. Returns a
+        dict from state key to tensor.
 
         Args:
             like: Local storage of the parameter or its gradient, which determines shape and device.
@@ -192,7 +193,8 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the local storage of a parameter's momentum and of its scales, as far as they exist, by state key."""
+    """Return a dict from state key to local storage, for the momentum of a parameter and its scales, as far as they
+    exist."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 
@@ -254,7 +256,7 @@ def check_blocks(name: str, layout: ParamLayout) -> None:
     a block have a common scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
-    # pairs of a rank and a description of its shard
+    # pairs (rank, description of its shard) for shards that can begin or end inside a block
     inner, cut = math.prod(view.shape[dim + 1 :]), list[tuple[int, str]]()
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for box, local in of_rank:

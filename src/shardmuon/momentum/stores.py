@@ -42,7 +42,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # rounds to nearest if used in place of random bits
+_NEAREST = 0x8000  # used in place of random bits, this number rounds to nearest
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Stream:
     # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        along = [d for d, step in enumerate(patch.cols) if step]  # dims along which the column index changes
+        # dims of the patch along which the column index changes
+        along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
         begin = (patch.matrix << 44) + patch.row * per_row
@@ -120,9 +121,8 @@ class Rounding(NamedTuple):
 
 
 def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # returns a 1-D int64 tensor
-    """Compute `first` plus the sum of index * step over all dims, for all indices in row-major order. `dims` lists
-    (size, step) of each dim.
-    """
+    """Compute `first` plus the sum of index * step over all dims, for every combination of indices, in row-major order.
+    `dims` has a pair (size, step) for each dim."""
     found = torch.full((1,), first, device=device, dtype=torch.int64)
     for size, step in dims:
         if size > 1:
@@ -217,8 +217,8 @@ def encode(
     flat = new.flatten(num_row_dims).float()
     blocks = _blocks(flat)
     scale = blocks.abs().amax(-1)
-    # squares of the codes before rounding; NaN from a block of zeros (0 / 0) or from a block with NaN or Inf is
-    # replaced by 0
+    # Squares of the codes before rounding. A block of zeros (0 / 0) or a block with NaN or Inf gives NaN, which is
+    # replaced with 0.
     square = (blocks.abs() / scale[..., None]).nan_to_num_(0.0).mul_(_LEVELS**2)
     low = square.sqrt().floor_()
     gap = 2 * low + 1  # distance between the squares of adjacent codes
@@ -226,7 +226,8 @@ def encode(
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
         moved = ((blocks - _blocks(old.flatten(num_row_dims))).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        # 16 bits select one of 2**16 equal intervals of (0, 1), whose midpoint becomes the random threshold
+        # The 16 random bits of an element select one of 2**16 equal intervals of (0, 1). The midpoint of the interval
+        # becomes the threshold above which the code is rounded up.
         random = (_blocks(bits.flatten(num_row_dims)).float() + 0.5) / 0x10000
         threshold = torch.where(moved < gap, random, 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)

@@ -125,8 +125,8 @@ class Bucket(NamedTuple):
 
     Attributes:
         ranks: Ranks of the exchange. On the local route, the ranks that orthogonalize any of the matrices.
-        route, num_owners: Route of each item, and number of owners of each item; both are equal for all items of the
-            bucket.
+        route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
+            items of the bucket.
         kind: Device type.
         itemsize: Bytes per element in which the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
@@ -194,7 +194,8 @@ class Plan:
         return found
 
     def loads(self) -> dict[int, int]:
-        """Map each rank to the floating point operations of the matrix products that the rank computes in one step."""
+        """Return a dict from each rank to the number of floating point operations of the matrix products that the rank
+        computes in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:

@@ -33,9 +33,10 @@ from shardmuon.price.machines import Machine
 
 # Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
 # itself. The next two constants define what is enough.
-_NO_GAIN = 102  # minimum ratio of the time with division to the time without, in percent
+_NO_GAIN = 102  # minimum ratio, in percent, of the time with division of the work to the time without
 _LATENCIES = 3  # minimum saving of time, as a multiple of the latency of an exchange between nodes
-_NUMS = (*range(1, 21), 24, 32)  # minimum numbers of waves that `_cuts` tries; a wave becomes one bucket or more
+# smallest numbers of waves that `_cuts` tries; a wave is a part of the matrices that becomes one or more buckets
+_NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
 # Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The numbers are those of
 # `foresight.hardware` for elements that are sent as two bytes.
@@ -130,7 +131,7 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    # `work`: operations assigned to each rank; `moved`: elements assigned to each replica
+    # `work` has the operations assigned to each rank so far. `moved` has the elements assigned to each replica so far.
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
@@ -149,8 +150,8 @@ def _hand_on(
     """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners`. Only matrices that a
     single rank stores are reassigned. This helps with models in which all ranks store experts, but only a few ranks
     also store a dense matrix."""
-    # `loads`: floating point operations of each rank; `alone`: (cost, key) of each rank's matrices that can be
-    # reassigned
+    # `loads` has the floating point operations of each rank. `alone` has a pair (cost, key) for each of a rank's
+    # matrices that can be reassigned.
     loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
     for item in drafts:
         owner = owners[item.key]
@@ -279,12 +280,12 @@ def _by_price(
     """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
     that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
     plan."""
-    # The keys are (largest number of elements on any rank, number of buckets, nanoseconds).
+    # Each key of `found` is a tuple (largest number of elements in buffers of a rank, number of buckets, nanoseconds).
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
         taken = max(bucket.taken for bucket in buckets)
-        for step in (1, -1)[: len(shares)]:  # the buckets are tried in both orders
+        for step in (1, -1)[: len(shares)]:  # time the buckets in this order and in the reverse order
             found.setdefault((taken, len(shares), _step_ns(buckets[::step])), shares[::step])
     shortest = min(ns for *_, ns in found)
     # accept up to 2% more time than the shortest
@@ -329,7 +330,7 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """List the matrices of each owner, costliest first."""
+    """Return one list per owner, which contains the matrices of the owner, costliest first."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
@@ -342,7 +343,7 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
     relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
-        lines: dict[tuple[int, int], _Share] = {}  # index of a replica, owner -> the owner's matrices
+        lines: dict[tuple[int, int], _Share] = {}  # (index of a replica, owner) -> the owner's matrices
         for item in wave:
             one = prices[item.key]
             lines.setdefault((one.replica, one.owner), []).append(item)
@@ -367,8 +368,9 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """For each position in a list of matrix sizes, count the shares of at most `most` elements into which the rest of
-    the list must be divided. The result has an additional last entry, which is 0."""
+    """For each position in a list of matrix sizes, count the shares into which the rest of the list must be divided, so
+    that a share has at most `most` elements or a single larger matrix. The result has an additional last entry,
+    which is 0."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):
@@ -491,7 +493,9 @@ class _Timed(NamedTuple):
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
     """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    # The keys of `passed_on` are replicas. The keys of `computed`, `came` and `kept` are owners.
+    # The keys of `passed_on` are replicas, and its values are elements that are relayed. The keys of all other counters
+    # are owners. The values are nanoseconds for `computed`, elements that are received for `came`, and elements that
+    # the owner already stores for `kept`.
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
@@ -505,7 +509,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     for owner, elements in came.items():
         computed[owner] += 4 * itemsize * elements * 1000 // machine.memory
     most = max(one.spread for one in matrices)
-    if len(kept) >= most.holders * most.replicas:  # every rank owns matrices and does not send its own part of them
+    # If every rank is an owner, each rank keeps its own part of the matrices that it owns, and sends only the rest.
+    if len(kept) >= most.holders * most.replicas:
         sent -= min(sent, min(kept.values()))
     size = itemsize * max(sent, *came.values())
     gather = _exchange_ns(size, most.holders, most.inside, machine) if most.holders > 1 else None
@@ -518,7 +523,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # returns nanoseconds of memory traffic and host work
+    def passed(each: int, elements: int) -> int:  # returns the nanoseconds of memory traffic and host work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(

@@ -158,8 +158,9 @@ class Program:
             return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make an exchange of results. `before`: tiles that the previous exchange received, some of which must be
-            sent on in this exchange. `kept`: True to include state values of matrices."""
+            """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before`: tiles that the
+            previous exchange received, some of which must be sent on in this exchange. `kept`: True to include state
+            values of matrices."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -186,10 +187,10 @@ class Program:
         return sum(len(batch.items) for batch in self.batches)
 
 
-_Part = tuple[int, Tile, int]  # index of a parameter, tile, index of a state tensor in `Spec.kept` (-1: none)
+_Part = tuple[int, Tile, int]  # (index of a parameter, tile, index of a state tensor in `Spec.kept` or -1)
 _Phase = Literal["scatter", "relay"]
-# (phase, True for sending or False for receiving, rank at the other end) -> parts of results that a rank sends or
-# receives.
+# Dict from a tuple (phase, True for sending or False for receiving, rank at the other end) to the parts of results that
+# a rank sends or receives.
 _Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
 
 
@@ -245,8 +246,9 @@ def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
     """Assign places in the buffer of an exchange to the parts that a rank sends or receives. Parts are ordered by the
-    rank at the other end; for each such rank, tiles come before state values. State values are left out unless `kept`.
-    Returns the number of elements for each rank, the tiles, and the state values."""
+    rank at the other end; for each such rank, tiles come before state values. State values are left out unless
+    `kept`. Returns the number of elements for each rank, the tiles with their places, and the state values with
+    their places."""
     at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
     for other in bucket.ranks:
         first = at

@@ -18,7 +18,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-_BESIDE = 4  # number of later buckets that a rank computes before it waits for a relay, which is often long
+# number of later buckets that a rank computes before it waits for a bucket's relay, because relays often take long
+_BESIDE = 4
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
 _Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
@@ -97,7 +98,8 @@ class _Exchange:
 
 
 _Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
-# operation -> (exchange for which a rank waits first, phases that the rank then computes and exchanges that it posts)
+# Dict from an operation to a pair: the exchange for which a rank waits first (None: no wait), and the phases that
+# follow, which are computations that the rank runs and exchanges that it posts.
 _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -162,7 +164,7 @@ class Course:
         exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
         courses = [cls(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
         runs = [course.run(works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-        # maps the simulation of a rank to the exchange for which the rank waits
+        # dict from the simulation of each rank to the exchange for which the rank waits
         awaited = dict.fromkeys(runs, _Exchange(0))
         while awaited:
             ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]

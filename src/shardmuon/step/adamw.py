@@ -48,7 +48,8 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # state of each parameter; missing entries are created
     engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
-    # index of a group -> the rows of its parameters; a row is None if it is not known yet
+    # Dict from the index of a group to a row for each parameter, which contains the parameter's local tensors. A row is
+    # None if it is not known yet.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
@@ -86,7 +87,7 @@ def _completed(
     takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements of the
     parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
-    stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) with a parameter in this step
+    stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) of all parameters with a gradient
     found: list[Row] = []
     for p, row in zip(params, rows, strict=True):
         grad, engine = p.grad, engine_of(p)
@@ -123,7 +124,7 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
 
 
 _Tensors = Sequence[Tensor]  # the weight, gradient, exp_avg and exp_avg_sq of one parameter
-_Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and the step count
+_Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and their step count
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:

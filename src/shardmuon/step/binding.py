@@ -72,9 +72,10 @@ class Binding(Agreed):
     Attributes:
         buckets: The buckets that this rank takes part in, in the plan's order.
         group_of: Index of each parameter's group.
-        alike_members: (group, engine, dtype, device) -> indices of the parameters that share them.
+        alike_members: Dict from a tuple (index of a group, engine, dtype, device) to the indices of the parameters that
+            have all four in common.
         digests: Set of ranks -> digest of the part of the plan that must be equal on these ranks.
-        on_weights: Parameters with a stage on weights.
+        on_weights: Indices of parameters whose variant has a stage on weights.
         alike: Set of ranks -> parameters that these ranks must update in the same way. The set usually contains all
             ranks that share the parameter. For a parameter in `lacking`, it contains only the ranks that store elements
             of the parameter.
@@ -126,8 +127,8 @@ class Binding(Agreed):
         self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # the caches hold two selections of parameters, all parameters and the parameters of the last step;
-        # `weight_sets` also caches the parameters with new norms
+        # Each cache holds results for two selections of parameters: all parameters, and the parameters of the last
+        # step. The cache of `weight_sets` also holds the result for the parameters with new norms.
         self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
@@ -160,17 +161,18 @@ class Offer:
     """This rank's contribution to a plan that all ranks make together.
 
     Args:
-        groups: The optimizer's groups.
+        groups: The optimizer's parameter groups.
         options: Settings of each group; None for groups that AdamW updates.
         config: Options of the whole optimizer.
-        keeper: Object that stores momentum.
+        keeper: Object that creates and converts stored momentum.
 
     Attributes:
         ns_device: Device on which this rank orthogonalizes matrices: the accelerator if parameters are offloaded to the
             CPU, else None, which stands for the parameters' own device.
-        listed: This rank's parameters.
-        stamp: Properties of this machine on which the bits of matrix products depend.
-        refs: Set of ranks -> a process group that parameters already have for it, the first by name.
+        listed: This rank's parameters that Muon updates.
+        stamp: Text with the properties of this machine on which the bits of matrix products depend.
+        refs: Dict from a set of ranks to a process group of exactly these ranks that belongs to a parameter or to its
+            options. If there are several such groups, the group with the alphabetically first name is used.
     """
 
     def __init__(
@@ -192,7 +194,8 @@ class Offer:
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
                         self._add_refs(map(GroupRef.of, engine_for(p, group).groups(p, group)))
         where = self.ns_device or (self.listed[0].param.device if self.listed else torch.device("cpu"))
-        # The stamp has torch's global precision flags only for method "torch", whose results depend on them.
+        # The stamp, a text that describes this machine, contains torch's global precision flags only if the method is
+        # "torch", because only the results of this method depend on the flags.
         self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
@@ -207,7 +210,8 @@ class Offer:
                 self.refs[ref.ranks] = min(self.refs.get(ref.ranks, ref), ref, key=lambda one: one.group_name)
 
     def bind(self, rank: int, table: Table) -> Binding:
-        """Make the plan for the parameters of `table`, which was made from the `listed` parameters of all ranks."""
+        """Make the binding: a plan for the parameters of `table`, with this rank's parameters. The table was built from
+        the `listed` parameters of all ranks."""
         of_group = {id(group): number for number, group in enumerate(self._groups)}
         members, specs, settings, known = [], [], [], dict[tuple[ParamLayout, str], ParamLayout]()
         for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -279,8 +283,8 @@ def make_spec(
     for shape in dict.fromkeys(shapes):
         choice = Choice.made(config.method, config.ns_dtype, shape, settings.coefficients, ns_device or device)
         cost = flops(choice.method, *shape, settings.coefficients, choice.dtype, ns_device or device)
-        # The number of bytes per element in exchanges. It is 8 for fp64 parameters, because their gradients can exceed
-        # the range of fp32.
+        # Number of bytes with which each element of the matrix is sent to other ranks. The number is 8 for fp64
+        # parameters, because their gradients can exceed the range of fp32.
         size = 8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize
         made[shape] = str(choice), cost, size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4

@@ -103,7 +103,8 @@ class Bound:
         self,
         work: Work,
         watch: FiniteWatch | None,
-        # arguments: send buffer, numbers of elements to send to each rank, and to receive from each rank
+        # `exchange` takes the send buffer, the numbers of elements to send to each rank, and the numbers of elements to
+        # receive from each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
         """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
@@ -229,7 +230,7 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    came: Tensor | None = None,  # 1-D receive buffer of the scatter, needed only for the relay
+    came: Tensor | None = None,  # 1-D receive buffer of the scatter, needed only if the send buffer is for the relay
 ) -> Tensor:  # returns the 1-D send buffer of the scatter or the relay
     """Copy the results, and the state of the variant's stages, that this rank sends to other ranks into a new send
     buffer."""
@@ -284,7 +285,8 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
 
 def _run_before(
     stages: Stages,
-    x: Tensor,  # (B, rows, cols) with aligned matrices, in the dtype of exchanges; can be changed in place
+    # (B, rows, cols), in the dtype of exchanges; each matrix starts at a multiple of 64 bytes; may be overwritten
+    x: Tensor,
     products: torch.dtype,  # dtype of the matrix products
 ) -> tuple[Tensor, bool]:
     """Run the stages that precede the orthogonalization. On a CPU, they process one matrix at a time. If the batch has

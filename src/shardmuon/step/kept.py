@@ -1,5 +1,5 @@
-"""Storage of stage state, the state that the stages of variants store, in saved groups if a framework's checkpoint
-format cannot contain it. See [Note: state of stages] in variants.py.
+"""Storage of stage state in saved groups, for frameworks whose checkpoint format cannot contain this state. Stage state
+is the state of the stages of variants, see [Note: state of stages] in variants.py.
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-CARRIED = "kept_state"  # this key of a saved group holds a dict: parameter name or position -> state key -> tensor
+CARRIED = "kept_state"  # key of a saved group; the value is a dict: parameter name or position -> state key -> tensor
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy stage state to a saved group. `states` maps names or positions of parameters to their state. The copies are
-    on the CPU, like tensors that are read from files."""
+    """Copy stage state to a saved group. `states` is a dict from the name or position of each parameter to the
+    parameter's state. The copies are on the CPU, like tensors that are read from files."""
     found = {
         name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
         for name, state in states.items()
@@ -32,8 +32,8 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
 
 
 def carry_by_position(saved: Mapping[str, Any]) -> None:
-    """Move stage state from the state of a state dict to the groups of the state dict, keyed by the parameter's
-    position in its group. Changes the state dict in place."""
+    """Move stage state within a state dict, in place, from the entry "state" to the groups. A group contains the stage
+    state of each of its parameters under the parameter's position in the group."""
     state = saved["state"]
     for packed in saved["param_groups"]:
         states: dict[str, Mapping[str, Any]] = {}
@@ -45,7 +45,8 @@ def carry_by_position(saved: Mapping[str, Any]) -> None:
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """Remove the stage state that loaded groups contain, and return it, keyed by parameter name or position."""
+    """Remove the stage state that loaded groups contain. Return it as a dict from parameter name or position to the
+    parameter's stage state."""
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})

@@ -61,8 +61,8 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # names of the matrices, for the warning about matrices of zeros
-        # index of the matrix of each tile; index of the matrix of each norm that this rank stores; for each tile, True
-        # if this rank sums the tile's squares
+        # `_tiles_at` has the index of each tile's matrix. `_kept_at` has the index of the matrix of each norm that this
+        # rank stores. `_counts` is True for each tile whose squares this rank sums.
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[KeptLoad]()
         for param, spec in specs.items():
@@ -121,7 +121,8 @@ class WeightSet:
         before the update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        if self._rank == self.ranks[0]:  # only the first of the ranks that share the matrices warns about them
+        # only the first of the ranks that share the matrices warns about matrices of zeros
+        if self._rank == self.ranks[0]:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
@@ -189,12 +190,13 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
-    """Run the stages on weights after the update. If `watch` is given, prepare the stages before the update instead,
-    for parameters with new norms. Collective among the ranks that share a parameter with such a stage.
+    """Run the stages on weights, which multiply each matrix of weights by a factor, after the update. If `watch` is
+    given, the call comes before the update: it only stores norms of weights that are still unknown, and queues a check
+    for matrices of zeros in `watch`. Collective among the ranks that share a parameter of `sets`.
 
     Raises:
-        ExchangeError: One of these ranks died, hung or failed. The message names the ranks and the parameters that they
-            share.
+        ExchangeError: A rank that shares these parameters died, hung or failed. The message names the ranks and the
+            parameters that they share.
     """
     when, damage = "before the update", ExchangeError.UNCHANGED
     if watch is None:

@@ -56,15 +56,16 @@ class Work:
     kinds: list[_Kind] = field(default_factory=list)
 
 
-# Largest number of elements in one list operation, except that a single tile can be larger. The limit bounds the size
-# of temporary tensors in updates of momentum and of half-precision weights. On a CPU, they fit in the cache. On other
-# devices, the number is large enough for efficient kernel launches.
+# Largest number of elements that one list operation (torch._foreach_*) processes, on a CPU and on other devices, except
+# that a single tile can be larger. The limit bounds the size of temporary tensors in updates of momentum and of
+# half-precision weights. On a CPU, these tensors fit in the cache. On other devices, the limit is large enough for
+# efficient kernel launches.
 _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
-# and are equally spaced; the first dim of the view counts the tiles.
+# and are equally spaced. Its first dim indexes the tiles.
 _Row = tuple[Ints, Ints, int]
-# a function that takes a list with one entry per tile, and selects the entries of some tiles
+# Function that takes a list with one entry per tile, and returns the entries of certain tiles.
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -112,12 +113,13 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # indices of tiles for which `of` must make a view; all other tiles cover a whole local tensor
+        # Indices of tiles that are only a part of a local tensor, so that `of` must make a view. All other tiles are
+        # whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # the kinds and the limit for which the portions were computed
+        # the kinds of the parameters and the limit on elements with which the portions in `_dealt` were computed
         self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 
@@ -164,7 +166,7 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        # for each tile, where to write the input of the orthogonalization; None: not needed
+        # For each tile, the tensor that receives the input of the orthogonalization. None if this input is not needed.
         targets: Sequence[Tensor] | None,
     ) -> None:
         """Update the momentum of the tiles. If `targets` is not None, write the input of the orthogonalization to
@@ -203,7 +205,8 @@ class Side:
         work: Work,
         updates: Sequence[Tensor],  # orthogonalized update of each tile
         *,
-        # use exactly the operations of torch.optim.Muon, unless weights decay cautiously or are rounded stochastically
+        # True to use exactly the operations of torch.optim.Muon, unless weights decay cautiously or are rounded
+        # stochastically.
         like_torch: bool,
     ) -> None:
         """Apply weight decay and the orthogonalized updates to the weights of the tiles."""
@@ -229,7 +232,7 @@ class Side:
             apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
-# the result has the row dims of the parameter, followed by one dim of blocks
+# The result is a view with the row dims of the parameter, followed by one dim of blocks (columns with a common scale).
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
     """Make a view of the scales for the 8-bit momentum of a tile, in the tensor of scales that this rank stores for the
     parameter. The tile must start at the boundary of a block of elements that share a scale."""
@@ -271,7 +274,7 @@ class KeptSide:
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
-        """Make a view of the stage state of each matrix in this rank's state tensors."""
+        """For each matrix, make a view of its stage state in this rank's state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
@@ -366,11 +369,11 @@ def _converted(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
 def apply_(
     params: Sequence[Tensor],  # local views of one device and dtype, updated in place
     updates: Sequence[Tensor],  # orthogonalized updates with the shapes of `params`, in the dtype of exchanges
-    alphas: Sequence[float],  # for each view, lr * the scale of its matrix
+    alphas: Sequence[float],  # for each view, the learning rate times the scale of the view's matrix
     lr: float,
     weight_decay: float,
     cautious: bool,
-    # for each view, a function that rounds fp32 to half precision; default: round to nearest
+    # For each view, a function that rounds fp32 to half precision. Default: round to nearest.
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
     """Update each view W with its orthogonalized update O, by W <- (1 - lr * weight_decay) W - alpha * O. If
@@ -400,7 +403,7 @@ def apply_(
 
 def _decay_agreeing_(
     weight: Tensor,  # one local weight tensor, updated in place
-    agreement: Tensor,  # same shape: positive where weight and update have the same sign
+    agreement: Tensor,  # same shape as `weight`; positive where weight and update have the same sign
     factor: float,
 ) -> None:
     """Multiply elements of `weight` by `factor` where `agreement` is positive. All other elements stay unchanged, even
@@ -410,9 +413,9 @@ def _decay_agreeing_(
 
 
 def _apply_like_torch_(
-    param: Tensor,  # local view, updated in place; its elements have the order of the elements of `patch`
+    param: Tensor,  # local view, updated in place; its elements have the same order as those of `patch`
     update: Tensor,  # bf16, with as many elements as `param`
-    lr: float | Tensor,  # a tensor must have one element, in any number of dims
+    lr: float | Tensor,  # if lr is a tensor, it must have one element, in any number of dims
     scale: float,  # factor on `lr`, computed from the shape of the whole matrix
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix

@@ -33,7 +33,7 @@ from shardmuon.step.binding import Binding, Member
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-_Line = tuple[str, str, str]  # parameter's name, state of its gradient, text with its dtypes and options
+_Line = tuple[str, str, str]  # (name of a parameter, state of its gradient, text with its dtypes and options)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -102,7 +102,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` has the lines of all ranks about the same parameter
+        for said in lines:  # `said` has one line of each rank, all about the same parameter
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {

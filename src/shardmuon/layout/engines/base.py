@@ -32,7 +32,7 @@ _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
-# the global shape of a tensor, and the pieces that each rank stores
+# (global shape of a tensor, dict from each rank to the pieces that it stores)
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]
 
 
@@ -288,7 +288,7 @@ class Engine:
 
 
 _PLAIN = Engine()
-_ENGINES = [_PLAIN]  # tried in this order; the last engine recognizes every tensor
+_ENGINES = [_PLAIN]  # engines are tried in this order; the last one recognizes every tensor
 
 
 def register(engine: Engine) -> None:

@@ -99,7 +99,7 @@ class UnitPlace(NamedTuple):
                 _note(unit, handle, handle.flat_param)
 
 
-_PLACES: Any = WeakTensorKeyDictionary()  # maps each parameter to its location in an FSDP1 unit
+_PLACES: Any = WeakTensorKeyDictionary()  # dict from each parameter to its location in an FSDP1 unit
 
 
 def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
