@@ -152,7 +152,7 @@ class QKClip:
         self._scaler = Scaler(optimizer, self.layers, tau, alpha, process_group, params)
         if self._scaler.host is None:
             self._scaler.find()
-        self._pending: dict[str, Tensor] = {}  # layer name -> largest logits since the last step
+        self._pending: dict[str, Tensor] = {}  # dict from layer name to the largest logits since the last step
         # True if the maxima of this training step have been reduced; a framework can call step() several times per step
         self._has_reduced = False
         self._num_steps, self.report = 0, LogitReport(0, tau)

@@ -81,7 +81,8 @@ class _Target(NamedTuple):
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
 
-_Told = dict[tuple[str, int], Ranks]  # (layer name, number of heads) -> ranks that share or replicate its weights
+# (layer name, number of heads) -> ranks that share or replicate the layer's weights
+_Told = dict[tuple[str, int], Ranks]
 
 
 class _Bound(Agreed):

@@ -63,7 +63,7 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Kept = Mapping[str, Tensor]  # key of a stage -> values that the stage stores
+_Kept = Mapping[str, Tensor]  # dict from the key of a stage to the values that the stage stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
 _NORM = "norm"  # dict key of the norm of the weights; all other keys belong to stages that store values
@@ -77,7 +77,8 @@ _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
 _OWN = 1e-9  # relative error of the reference, which squares singular values in a Gram matrix and so loses small values
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which doubles this number
 _EPS = torch.finfo(torch.float32).eps
-# Number of roundings: a norm, its stored value, the factor computed from the norm, and the factor times an element.
+# Number of roundings: of a norm, of its stored value, of the factor computed from the norm, and of the product of the
+# factor and an element.
 _ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
@@ -306,10 +307,10 @@ class _Evidence:
         # update is small compared with this difference, so any guess of a short update would seem to explain it. For
         # this reason, `whole` is the difference or the size of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # `least` is the largest part of the wrong update that a guess may leave unexplained
+        # a guess is accepted only if it leaves less than `least` of the wrong update unexplained
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
-        # if the norm of the weights is wrong, a guess must explain at least half of the norm's error
+        # If the norm of the weights is wrong, a guess must also explain at least half of the error of this norm.
         most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
         frozen = "frozen", "no weight changed, with a gradient and a learning rate", self.before["weights"]
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))

@@ -52,7 +52,7 @@ from shardmuon.variants import keeping
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
 _Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and its (n,) fp64 values
-_NO_GRADIENT = "no gradient"  # initial status of a row of the report; judging the matrix replaces this status
+_NO_GRADIENT = "no gradient"  # initial status of a row of the report, which is replaced when the matrix is judged
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
@@ -68,8 +68,8 @@ class _Sample:
     Attributes:
         row: The matrix's row of the report, without the results of the comparison.
         arithmetic: The arithmetic of the matrix's step.
-        before: Quantity (such as "weights") -> the quantity's layout, and the elements that this rank sends to
-            `target`.
+        before: Dict from each quantity (such as "weights") to the quantity's layout and the elements that this rank
+            sends to `target`.
         target: The rank that judges the matrix.
     """
 
@@ -149,7 +149,8 @@ class StepAudit:
 
     def _described(self) -> Table | None:
         """Rebuild the layout table of Muon's parameters, and compare this table with the table from which the plan was
-        made. Returns None if the ranks do not agree on a table. Collective over the component."""
+        made. Returns None if the ranks do not agree on a table. Collective over all ranks that share parameters,
+        directly or through other ranks."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -225,7 +226,7 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Choose some of the matrices that this set of ranks shares, and copy the values that the step will change.
+        """Choose some of the matrices that the ranks in `ranks` share, and copy the values that the step will change.
         Collective over `ranks`."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
@@ -295,8 +296,8 @@ class StepAudit:
     # -------------------------------------------------------------------------------------------- after the step
 
     def finish(self) -> AuditReport:
-        """Gather the sampled matrices, judge them, and share the findings. Returns the same report on every rank of the
-        component."""
+        """Gather the sampled matrices, judge them, and share the findings. Returns the same report on all ranks that
+        share parameters, directly or through other ranks."""
         self._count_runs()
         self._judge_samples()
         for ranks, numbers in self._sets.items():
@@ -384,7 +385,7 @@ class _Part(NamedTuple):
 
 
 def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """Find the elements of matrix `number` in the pieces `held` of the tensor."""
+    """Find the elements of matrix `number` in `held`, the pieces of the tensor that a rank stores."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)

@@ -40,7 +40,7 @@ from shardmuon.variants import (
     WeightStage,
 )
 
-_Kept = Mapping[str, Tensor]  # key of a variant's stage -> values that the stage stores, 1-D fp64
+_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores, 1-D fp64
 
 
 # ------------------------------------------------------------------------------------------------ the live arithmetic
@@ -144,13 +144,14 @@ class Arithmetic:
         place: type[Stage],  # one of BeforeStage, AfterStage and WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # stage whose formula is not applied
+        without: Stage | None = None,  # stage to skip, as if it had not run; None to run all stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Apply the formulas of all stages that run at one place in the step.
 
         Returns:
-            The combined factor of the stages (fp64), the resulting (rows, cols) matrix, rounded after each stage as in
-            the live step, and `kept`, updated with the values that the stages store.
+            A tuple (factor, matrix, kept): the combined factor of the stages in fp64; the resulting (rows, cols)
+            matrix, which is rounded after each stage as in the live step; and a copy of `kept` with the values that the
+            stages store.
         """
         factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
         wide = torch.promote_types(matrix.dtype, torch.float32)
@@ -165,7 +166,7 @@ class Arithmetic:
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
         """Compute the value that each stage on weights stores in its first step: the norm of the given weights. Returns
-        stage key -> norm, (1,) in fp64."""
+        a dict from stage key to a (1,) tensor in fp64."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -198,7 +199,8 @@ class Arithmetic:
         before: Tensor,  # (rows, cols) fp64
         after: Tensor,  # (rows, cols) fp64
         scale: float,
-        expected: Tensor,  # (rows, cols) fp64 update; decides whether an element decayed if rounding hides the decay
+        # (rows, cols) expected update, fp64; shows whether an element decayed if rounding hides the decay
+        expected: Tensor,
     ) -> Tensor:
         """Recover a step's update from the weights before and after the step: (decayed before - after) / lr / scale."""
         alpha = self.settings.lr * scale

@@ -207,8 +207,8 @@ class AuditSchedule:
         return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
 
     def due_text(self) -> str:
-        """Return a string that must be equal on all ranks before an audited step. The string has the step's number, the
-        number of samples, and the audit's number, which determines the matrices that are sampled."""
+        """Return a string that must be equal on all ranks before an audited step. The string contains the step's
+        number, the number of samples, and the audit's number, which determines the matrices that are sampled."""
         return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
 
     def deliver(self, report: AuditReport) -> None:

@@ -198,12 +198,12 @@ def _room_for(
     checkpoint's dtype.
 
     Args:
-        items: The checkpoint's metadata: "optimizer.state.<parameter>.<key>" -> dtype and size.
+        items: The checkpoint's metadata, as a dict from keys "optimizer.state.<parameter>.<key>" to dtype and size.
         optimizer: The optimizer that will get the state.
         groups: The saved groups, in the optimizer's order.
 
     Returns:
-        Parameter name -> state key -> tensor.
+        Nested dict: parameter name -> state key -> tensor.
     """
     room = dict[str, dict[str, Tensor]]()
     for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -228,8 +228,8 @@ def _take_over(
     """Put loaded weights and state into model and optimizer, on all ranks or on none. Collective over all ranks.
 
     Args:
-        weights: Parameter name -> loaded weights.
-        state: Parameter -> loaded state.
+        weights: Dict from parameter name to loaded weights.
+        state: Dict from parameter to loaded state.
         groups: New parameter groups of the optimizer.
         model: Model that gets the weights.
         optimizer: Optimizer that gets the state and the groups.
@@ -313,7 +313,9 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                if is_cut:  # With use_muon=True, engines reject layouts that do not divide into rows and columns.
+                # List the shard with use_muon=True, because engines then reject layouts that do not divide into rows
+                # and columns.
+                if is_cut:
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
             if id(param) in names and type(param.data) is Tensor and is_marked(param):
@@ -353,7 +355,7 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
     table: Table,  # layouts of all shards that are plain tensors
 ) -> dict[str, Any]:
-    """Replace every shard that is a plain tensor, in weights and state, by a `_Shard`, which has its position in the
+    """Replace every shard that is a plain tensor, in weights and state, with a `_Shard`, which has its position in the
     whole tensor ([Note: plain shards]).
 
     Returns:

@@ -50,8 +50,8 @@ def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
-    """Map the key of each state tensor of a parameter to the tensor's global shape. `view` defines the matrices of the
-    parameter."""
+    """Return a dict from the key of each state tensor of a parameter to the tensor's global shape. `view` defines the
+    matrices of the parameter."""
     numbers = {stage.key: [stage.num_kept(m.rows, m.cols) for m in view.matrices] for stage in keeping(stages)}
     return {key: view.kept(of_stage).shape for key, of_stage in numbers.items()}
 
@@ -122,7 +122,7 @@ def read_state(
 
 
 def _with_carried(
-    entries: Mapping[Any, Any],  # saved state: key of a parameter -> state of this parameter
+    entries: Mapping[Any, Any],  # saved state: dict from a parameter's number or name to the state of this parameter
     groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
 ) -> Mapping[Any, Any]:
     """Copy saved state, and add the state of post-processing stages (such as NorMuon's second moments) that the saved

@@ -130,7 +130,7 @@ def _route(args: argparse.Namespace) -> int:
     _, _, model, _ = load_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        groups = param_groups(model, lr=1.0)  # any lr works, because the table does not depend on lr
+        groups = param_groups(model, lr=1.0)  # param_groups requires an lr, but the routing table does not depend on it
     print(groups)
     for warning in caught:
         print(f"\nwarning: {warning.message}")

@@ -32,10 +32,11 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     own matrices.
 
     Returns:
-        True if the layout keeps the contract, and the layout's row of the table as column -> cell. The contract is that
-        every result is bitwise equal to the reference on every rank after every step, with matrix products in fp32 and
-        in bf16. The column "collectives" counts exchanges of tensors, votes, and reductions of weight norms. The column
-        "bytes/rank" counts the bytes of exchanges (in fp32) and of reductions (8 bytes per matrix).
+        A tuple (passed, row). `passed` is True if the layout keeps the contract: every result is bitwise equal to the
+        reference on every rank after every step, with matrix products in fp32 and in bf16. `row` is the layout's row of
+        the table, as a dict from column name to cell. The column "collectives" counts exchanges of tensors, votes, and
+        reductions of weight norms. The column "bytes/rank" counts the bytes of exchanges (in fp32) and of reductions (8
+        bytes per matrix).
     """
     options: dict[str, Any] = {"variant": variant} if variant else {}
     if not all(stage.decays for stage in stages_of({"variant": variant or None})):
@@ -67,7 +68,7 @@ def _worst(found: Iterable[float]) -> float:
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-# name of a set of layouts -> names of the layouts
+# dict from the name of a set of layouts to the names of the layouts
 _SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}
 
 

@@ -120,7 +120,8 @@ class BucketCount:
 
     @property
     def exchanges(self) -> int:
-        """Number of all-to-all calls for the bucket: two for gather and scatter, one for the relay."""
+        """Number of all-to-all calls for the bucket: two if the bucket has a gather and a scatter, plus one if it has a
+        relay, which forwards results to other replicas."""
         return 2 * self.gathers + self.relays
 
     @staticmethod
@@ -249,11 +250,13 @@ def _counts(
 
 
 def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the messages that send the state of an optimizer variant's stages to the ranks that store the state. A
-    message is (exchange, sender, receiver, bytes).
+    """Yield the messages that send the state of post-processing stages, such as NorMuon's second moments, to the ranks
+    that store the state. A message is a tuple (exchange, sender, receiver, bytes).
 
-    The sender is usually the matrix's owner, the rank that orthogonalizes the matrix. But if another replica exchanges
-    all of the receiver's tiles with the owner, the sender is the rank that exchanges the receiver's first tile.
+    The sender is usually the matrix's owner, the rank that orthogonalizes the matrix, and the exchange is "scatter".
+    But if the receiver does not exchange any of its tiles (parts of the matrix) with the owner, because other replicas
+    do so, the sender is the rank that exchanges the receiver's first tile. Unless this rank is the owner, the exchange
+    is "relay".
     """
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)

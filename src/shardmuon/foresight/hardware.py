@@ -86,7 +86,7 @@ _OPTIONAL = {
 _FOLDER = Path(__file__).parent / "data" / "hardware"
 _OWN = f"For a machine of your own, copy {_FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
-_Row = tuple[float, float, float, float]  # (size, least value, middle value, largest value)
+_Row = tuple[float, float, float, float]  # row of a table: (size, least value, middle value, largest value)
 # Array of shape (3,) with the least, middle and largest value of a number, or the best, middle and worst value of an
 # estimate.
 _Ends = NDArray[np.float64]
@@ -286,8 +286,10 @@ class Rates:
     def exchange(
         self,
         num_ranks: int,
-        inside: int,  # the larger of the bytes that a rank sends and receives inside its node
-        across: int,  # the larger of the bytes that a rank sends to and receives from other nodes
+        # bytes that a rank sends to ranks on its own node, or bytes that it receives from them, whichever are more
+        inside: int,
+        # bytes that a rank sends to ranks on other nodes, or bytes that it receives from them, whichever are more
+        across: int,
         num_peers: int,
         spans_nodes: bool,
     ) -> dict[str, _Ends]:

@@ -231,7 +231,8 @@ def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
 
 
 def _layers(module: nn.Module) -> dict[int, int]:
-    """Map the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after the layers.
+    """Return a dict from the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after the
+    layers.
 
     A model can have several lists of numbered modules. The list with the highest number is taken as the layers; its
     prefix is, for example, "model.layers".
@@ -247,7 +248,7 @@ def _layers(module: nn.Module) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-# A parameter, its layout, and its mesh with its placements. The mesh is None for parameters in flat buffers.
+# A tuple (parameter, layout, mesh with the parameter's placements). The mesh is None for parameters in flat buffers.
 _Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 

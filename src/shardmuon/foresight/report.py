@@ -42,9 +42,10 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-_Pick = Mapping[str, int]  # uncertain factor -> index of its value in a simulation: 0 best, 1 middle, 2 worst
+# dict from uncertain factor to the index of the value that a simulation uses: 0 best, 1 middle, 2 worst
+_Pick = Mapping[str, int]
 _Ends = NDArray[np.float64]  # shape (3,): best, middle and worst value
-_Seconds = dict[str, _Ends]  # uncertain factor -> seconds that depend on it
+_Seconds = dict[str, _Ends]  # dict from uncertain factor to the seconds that depend on this factor
 _Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
 
 

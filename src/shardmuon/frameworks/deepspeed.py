@@ -130,7 +130,7 @@ class _Flat(Core):
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
-        """Parameter name -> state of this rank's part of the parameter."""
+        """Dict from parameter name to the state of this rank's part of the parameter."""
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
@@ -177,7 +177,7 @@ class _DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
+        self._options: list[dict[str, Any]] = []  # for each group, its options when the group was last stepped
         self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flat buffers
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
         self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
@@ -185,13 +185,13 @@ class _DeepSpeedHost(Host):
 
     @property
     def _params(self) -> list[Tensor]:
-        """Model parameters that the optimizer's groups contained before DeepSpeed replaced them by flat buffers."""
+        """Model parameters that the optimizer's groups contained before DeepSpeed put flat buffers in their place."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Store a group's parameters before DeepSpeed replaces them by flat buffers."""
+        """Store a group's parameters before DeepSpeed puts flat buffers in their place."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
@@ -204,8 +204,8 @@ class _DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the groups to the state that they have between steps. DeepSpeed itself restores them only after a
-        successful step."""
+        """Restore the list of groups that DeepSpeed modified for a call of `step()`. At stage 3, groups are empty
+        between steps. DeepSpeed itself restores the groups only after a successful step."""
         core.param_groups = [group for group, _ in self.groups]
         if _zero3_of(self._params) is not None:
             for group in core.param_groups:
@@ -273,7 +273,7 @@ class _DeepSpeedHost(Host):
 
     @property
     def is_active(self) -> bool:
-        """True if DeepSpeed has replaced the parameters in the groups by flat buffers."""
+        """True if DeepSpeed has replaced the parameters in the groups with flat buffers."""
         return any(hasattr(p, mark) for p in self._params for mark in self.marks)
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
@@ -316,7 +316,7 @@ class _DeepSpeedHost(Host):
         """Handle one of the calls of `step()` that DeepSpeed makes in a training step, for the groups that DeepSpeed
         put into `core.param_groups`."""
         try:
-            # This condition is true if a new training step begins, see [Note: one vote before the first call].
+            # This condition is true in the first call of a training step, see [Note: one vote before the first call].
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -433,9 +433,9 @@ class _Slice(NamedTuple):
 
     Attributes:
         param: The model's parameter.
-        start: Index of the first element in the flattened parameter.
-        numel: Number of elements; 0 if the flat buffer holds no element of the parameter.
-        offset: Index of the first element in the flat buffer.
+        start: Index, in the flattened parameter, of the first element of the part.
+        numel: Number of elements in the part; 0 if the flat buffer contains no element of the parameter.
+        offset: Index, in the flat buffer, of the first element of the part.
     """
 
     param: Tensor
@@ -445,7 +445,7 @@ class _Slice(NamedTuple):
 
 
 def _shape_of(param: Tensor) -> Ints:
-    """Return the full shape of a parameter, even while ZeRO 3 has replaced the parameter's data by a placeholder."""
+    """Return the full shape of a parameter, even while ZeRO 3 has replaced the parameter's data with a placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -518,11 +518,12 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
     group = members[0]._dp_group
-    first = group_ranks(group).index(my_rank()) * flat.numel()  # offset of this rank's part in the model's buffer
+    # offset in elements of this rank's part in the model's buffer
+    first = group_ranks(group).index(my_rank()) * flat.numel()
     begin = min(p.storage_offset() for p in members)
     slices = []
     for p in members:
-        place = p.storage_offset() - begin  # offset of the parameter in the model's buffer
+        place = p.storage_offset() - begin  # offset in elements of the parameter in the model's buffer
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(_Slice(p, start - place, stop - start, start - first) if start < stop else _Slice(p, 0, 0, 0))
     return slices, group
@@ -624,7 +625,8 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
     """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
     the parameter's slice of the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
-    # The shard needs a home device only if ZeRO offloads the flat buffer to another device than the model's.
+    # `home`, the device of the model's parameter, is needed only if ZeRO offloads the flat buffer to a different
+    # device.
     home = part.param.device if part.param.device.type != flat.device.type else None
     return FlatShard(_shape_of(part.param), part.start, group, "ZeRO partitions", home=home).mark(shard)
 
@@ -685,7 +687,8 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
     names = {id(p): name for name, p in named}
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        # position of the gradient in the sub-group's buffer, and number of elements with padding
+        # `offset` is the position of the gradient in the sub-group's buffer; `numel` includes padding. Both count
+        # elements.
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         if numel * size >= least and offset * size % _PAGE:
             name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
@@ -783,7 +786,8 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    # DeepSpeed saves swapped state tensors empty but loads only full-size tensors, so replace the empty ones by zeros.
+    # DeepSpeed saves swapped state tensors as empty tensors, but loads only full-size tensors. So replace the empty
+    # tensors with zeros.
     for number, numel in enumerate(swapped):
         state = saved["optimizer_state_dict"]["state"].get(number, {})
         for key, value in state.items() if numel else ():

@@ -496,7 +496,8 @@ class _ShardHost(_Unfinished):
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # Make new tensors on every rank, since ranks must agree on which norms a step has already measured.
+            # Copy the state to new tensors, even if the device is the same, so that every rank has new tensors.
+            # Otherwise, ranks could disagree on which norms a step has already measured.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 

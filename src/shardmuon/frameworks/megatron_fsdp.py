@@ -112,9 +112,9 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
     """Find the position in a parameter of the rows that this rank stores.
 
     Returns:
-        The dim along which tensor parallelism shards the parameter, with the stride of the shards; the number of
-        tensor-parallel parts; the index of the part from which this rank stores rows; and the index in this part of the
-        first row that this rank stores.
+        A tuple (cut, number of parts, part, row). The cut is the dim along which tensor parallelism shards the
+        parameter, with the stride of the shards. The part is the index of the tensor-parallel part from which this rank
+        stores rows, and the row is the index in this part of the first of these rows.
     """
     from torch.distributed.tensor import Replicate, Shard
 

@@ -149,7 +149,7 @@ def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
         ) from wrong
 
 
-_ALIGN = 1  # presence bit in the vote: some gradients must be redistributed before the norm is computed
+_ALIGN = 1  # bit that a rank sets in its vote if it must redistribute gradients before the norm is computed
 
 
 def _listed_of(source: Any, fault: Fault) -> list[Listed]:
@@ -263,16 +263,17 @@ class _Clipping(TableCall[_BoundGradients]):
     Attributes:
         params: This rank's parameters.
         norm_type: p of the p-norm.
-        text: String of the caller's arguments, which must be equal on all ranks.
-        fault: Record of this rank's error, if this rank has one.
+        text: The caller's arguments as a string, which must be equal on all ranks.
+        fault: Record of the error on this rank, if one occurred.
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
-        held: Index of a parameter -> local storage of the parameter's gradient, if this rank stores a part of the
-            gradient.
+        held: Dict from the index of a parameter to the local storage of its gradient. It contains the gradients of
+            which this rank stores a part.
         states: `GradientState` of each parameter's gradient.
-        counted: Norm of the elements that no other rank counts.
-        loose: One entry for each set of ranks and shape with loose gradients ([Note: who sums with whom]): a
-            fingerprint of this rank's part of these gradients, the norm of this part, and a bool that is True for plain
-            tensors. Replicas have equal fingerprints.
+        counted: Norm of all gradient elements that this rank counts, because no other rank counts them.
+        loose: A tuple (fingerprint, norm, is_plain) for each pair of a rank set and a shape for which this rank has
+            loose gradients, that is, gradients that may have replicas on other ranks ([Note: who sums with whom]). The
+            fingerprint and the norm are those of this rank's part of these gradients; replicas have equal fingerprints.
+            `is_plain` is True if the gradients are plain tensors.
     """
 
     params: Sequence[Listed]
@@ -307,7 +308,8 @@ class _Clipping(TableCall[_BoundGradients]):
 
     def heard(self, kept: _BoundGradients, everyone: Sequence[tuple[Ranks, bool]]) -> None:
         kept.replicas = {together for together, _ in everyone}
-        # a rank without parameters has no cache key, and either all ranks use the cache or none does
+        # A rank without parameters has no cache key and cannot use the cache. So no rank stores the layouts if any rank
+        # has no parameters, because either all ranks must use the cache or none.
         if all(has_params for _, has_params in everyone):
             _BOUND[self.params[0].param] = kept
 
@@ -349,8 +351,8 @@ class _Clipping(TableCall[_BoundGradients]):
         self.counted = _norm_of(list(own.values()), self.norm_type)
 
     def lines(self, kept: _BoundGradients, ranks: Ranks) -> list[str]:
-        """Return the lines that ranks compare: one line with the caller's arguments, and one line per shared parameter
-        with the state of the parameter's gradient."""
+        """Return the strings that ranks compare: one string with the caller's arguments, and one string per shared
+        parameter with the state of the parameter's gradient."""
         words = {n: self.states[n] if kept.compared[n] else "" for n in kept.sets.get(ranks, ())}
         return [self.text, *(f"{kept.lines[number]} {word}" for number, word in words.items())]
 
@@ -393,9 +395,10 @@ class _Clipping(TableCall[_BoundGradients]):
 # ------------------------------------------------------------------------------------- norms of local tensors
 
 
-# number of elements; smaller tensors are concatenated, because a copy takes less time than a separate norm
+# Size in elements below which tensors are concatenated, because copying them takes less time than a separate norm for
+# each of them.
 _SMALL = 1 << 12
-# number of elements; larger tensors are split into chunks, because torch makes an fp64 copy of a chunk on CPUs
+# Size in elements above which tensors are split into chunks, because torch makes an fp64 copy of a chunk on CPUs.
 _CHUNK = 1 << 22
 
 

@@ -113,7 +113,7 @@ _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Return the number of matrices in a batch, a power of two, for this shape of matrices and this kind of device."""
+    """Return the batch size, a power of two, for matrices of this shape on this kind of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -123,7 +123,7 @@ def batch_size(rows: int, cols: int, device: torch.device) -> int:
 
 
 def empty_batch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized memory for a batch (B, rows, cols) or a matrix (rows, cols). Each matrix has a slot: it is
+    """Allocate uninitialized memory for a batch (B, rows, cols) or a single matrix (rows, cols). Each matrix is
     row-major and starts at a multiple of 64 bytes."""
     rows, cols = shape[-2:]
     slot = -(-rows * cols * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
@@ -181,7 +181,7 @@ class Products:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # the result of a symmetric product has the size short x short
+        short, long = sorted(shape[-2:])  # a symmetric product, such as a Gram matrix, has the size short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
         symmetric = plain
@@ -209,7 +209,7 @@ class Products:
         """Compute x @ x^T, or x^T @ x if x is tall, without rounding the result to half precision."""
         if self.operands in _HALVES:
             return _mm_to_fp32(*_sides(x))
-        # `wide` does not round its results to half precision
+        # `wide` multiplies in fp32 or fp64, so its results are not rounded to half precision
         wide = Products(x.shape, x.device, self.operands)
         found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
         return found
@@ -226,7 +226,7 @@ class Products:
         """
         if self.operands in _HALVES:
             return self.operand(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        # `wide` does not round its results to half precision
+        # `wide` multiplies in fp32 or fp64, so its results are not rounded to half precision
         wide = Products(middle.shape, middle.device, self.operands)
         half_way = wide.mm(factor, middle, out=_square_of(middle))
         return self.operand(wide.symmetric_mm(half_way, factor.mT, out=_square_of(middle)))
@@ -252,8 +252,8 @@ def _sides(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _square_of(x: Tensor) -> Tensor:  # maps (B, m, n) to (B, k, k), k = min(m, n)
-    """Allocate uninitialized memory for square matrices whose sides have the length of the short side of `x`. Each
-    matrix has a slot, as in `empty_batch`."""
+    """Allocate uninitialized memory for one square matrix per matrix of `x`, with as many rows as the short side of
+    `x`. Each matrix starts at a multiple of 64 bytes, as in `empty_batch`."""
     side = min(x.shape[-2:])
     return empty_batch((*x.shape[:-2], side, side), x.dtype, x.device)
 
@@ -342,13 +342,14 @@ def _normalize(
 
 
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # returns shape (B, 1, 1)
-    """Compute the Frobenius norm of each matrix, in the order of summation of [Note: the order of a norm]."""
+    """Compute the Frobenius norm of each matrix. The elements are summed in the order of [Note: the order of a
+    norm]."""
     if x.shape[-2] * x.shape[-1] > _CHUNK:
         return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
     # copy the matrices if the elements of a row, or neighboring rows, are not adjacent in memory
     if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         x = x.contiguous()
-    # on other devices, this order of summation depends on the number of matrices, so `foreach_norm` is used
+    # on accelerators, the order in which `vector_norm` sums depends on the number of matrices, so use `foreach_norm`
     if x.device.type == "cpu":
         norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
         return norms.view(-1, 1, 1)
@@ -367,7 +368,7 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-d
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two factors, since a single power of two can overflow or underflow
+    half = exponent // 2  # multiply by two powers of two in turn, since a single one can overflow or underflow
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
@@ -393,7 +394,7 @@ def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
 
 
 def _newton_schulz(
-    # (B, m, n) or (m, n), in slots as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    # (B, m, n) or (m, n), aligned as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
     y: Tensor,
     coefficients: Triples,
     products: Products,
@@ -444,7 +445,8 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
     restarts]. Returns indices from 1 to k - 1, for k steps."""
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
-        # a step that shrinks values does not offset later growth, because every step rounds
+        # If the slope so far is below 1, count it as 1: the rounding errors of the next step are amplified by the later
+        # steps, no matter how much the earlier steps have shrunk the values.
         slope = max(slope, 1.0) * abs(a)
         if step and slope > _MOST_SLOPE[dtype]:
             found.append(step)
@@ -453,7 +455,7 @@ def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]
 
 
 def _gram_newton_schulz(
-    # (B, m, n) or (m, n), in slots as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
+    # (B, m, n) or (m, n), aligned as in `empty_batch`; each matrix has norm 1 and dtype `products.operands`
     y: Tensor,
     coefficients: Triples,
     products: Products,
@@ -486,7 +488,7 @@ def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
 
 
 def _factor_of(
-    gram: Tensor,  # (B, m, m) symmetric, trace 1 or 0
+    gram: Tensor,  # (B, m, m) symmetric, with trace 1, or 0 for zero matrices
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # (B, m, m)
@@ -652,7 +654,7 @@ def _operands(
     shape: Sequence[int],  # (B, m, n), or (m, n) for single matrices
     products: Products,
     unit: bool,  # True if every matrix already has norm 1 (or 0)
-) -> Tensor:  # (B, m, n) or (m, n), in slots as in `empty_batch`
+) -> Tensor:  # (B, m, n) or (m, n), aligned as in `empty_batch`
     """Prepare the matrices of a batch for multiplication: divide each by its Frobenius norm, and round it to the dtype
     of the products. A batch that is not full is padded with zero matrices. A full batch that already has this form is
     returned without a copy.
@@ -675,12 +677,12 @@ def _operands(
 
 
 class FiniteWatch:
-    """Guard that replaces non-finite results by zeros, and warns about them one or more steps later. Each optimizer has
-    one instance."""
+    """Guard that replaces non-finite results with zeros, and warns about them one or more steps later. Each optimizer
+    has one instance."""
 
     def __init__(self) -> None:
-        # For each call in this step: method and shape, flags of the results, flags of the inputs. A flag is 0 for a
-        # finite matrix, otherwise NaN.
+        # Each entry belongs to one call in this step: (method and shape, flags of the results, flags of the inputs).
+        # There is one flag per matrix, which is 0 for a finite matrix and otherwise NaN.
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.coming = Coming[list[tuple[str, int]]]()
 
@@ -690,7 +692,8 @@ class FiniteWatch:
         x: Tensor,  # (B, m, n), the matrices from which `out` was computed
         text: str,  # method and shape, for use in the warning
     ) -> Tensor:  # returns `out`
-        """Replace each non-finite result of a finite matrix by zeros, in place, without waiting for an accelerator."""
+        """Replace each non-finite result of a finite matrix with zeros, in place, without waiting for an
+        accelerator."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
         # on a CPU, this check does not wait for any device
         if x.device.type == "cpu" and not bool(spoiled.isnan().any()):
@@ -700,8 +703,8 @@ class FiniteWatch:
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Start to copy this step's flags, which show which results were replaced, to the host. Call this method at the
-        end of a step."""
+        """Start an asynchronous copy of this step's flags to the host. The flags show which results were replaced. Call
+        this method at the end of a step."""
         seen, self.seen = self.seen, []
         # replays of a CUDA graph do not run this code, so they cannot report flags
         if not seen or is_capturing(seen[0][1].device):
@@ -712,8 +715,7 @@ class FiniteWatch:
         self.coming.send([(text, len(s)) for text, s, _ in seen], replaced)
 
     def report(self) -> None:
-        """Warn about results that were replaced in earlier steps, if the flags of these steps have arrived at the
-        host."""
+        """Warn about results that were replaced in earlier steps, if the flags of these steps have reached the host."""
         for seen, replaced in self.coming.arrived():
             for (text, count), flags in zip(seen, replaced.split([n for _, n in seen]), strict=True):
                 if flags.any():

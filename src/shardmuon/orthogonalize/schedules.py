@@ -72,7 +72,7 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Return coefficients that give the same result for s as `steps` give for s / factor. The factor is above 1 if it
+    """Return coefficients whose result for s equals the result of `steps` for s / factor. The factor is above 1 if it
     was published with the coefficients, or if they flip signs or diverge without it."""
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 

@@ -119,7 +119,8 @@ class ParamGroups(list[dict[str, Any]]):
 
     @staticmethod
     def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-        """Make parameter groups from a module with `shardmuon.param_groups`; return anything else unchanged.
+        """Make parameter groups with `shardmuon.param_groups` if `params` is a module. Otherwise, return `params`
+        unchanged.
 
         Args:
             params: The optimizer's first argument: a module, parameters or groups.
@@ -130,8 +131,8 @@ class ParamGroups(list[dict[str, Any]]):
         Raises:
             TypeError: Options for `param_groups` are given, but `params` is not a module, so the options would have no
                 effect.
-            ValueError: `param_groups` chose AdamW's lr for a learning-rate scale that differs from the optimizer's
-                scale.
+            ValueError: `params` are groups in which `param_groups` chose AdamW's lr to match the default learning-rate
+                scale of Muon, but the optimizer's `adjust_lr_fn` selects a different scale.
         """
         given = {key: value for key, value in given.items() if value is not None}
         if isinstance(params, nn.Module):

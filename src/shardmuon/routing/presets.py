@@ -282,7 +282,8 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),  # class names of transformers
+            # names of classes in transformers
+            *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),
         ),
         "relative_position_bias_table",
         "table of position biases, looked up row by row",
@@ -306,6 +307,6 @@ def _of_type(kind: Hashable) -> tuple[_Preset, ...]:
 
 
 def numbers_out(name: str) -> str:
-    """Replace the numeric parts of a parameter's name by "*". The result is a glob for the same weight in all
+    """Replace the numeric parts of a parameter's name with "*". The result is a glob for the same weight in all
     layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

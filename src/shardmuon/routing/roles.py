@@ -87,7 +87,7 @@ class Place(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A parameter and all places at which a model contains it, in model order."""
+    """A parameter, and all places where the parameter occurs in a model, in model order."""
 
     param: Tensor
     places: tuple[Place, ...]
@@ -291,5 +291,5 @@ def num_text(count: int, what: str) -> str:
 
 
 def by(shape: Sequence[int]) -> str:
-    """Format a shape as readable text: "3072x768"."""
+    """Format a shape as text, such as "3072x768"."""
     return "x".join(map(str, shape)) or "scalar"

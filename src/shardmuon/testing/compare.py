@@ -29,7 +29,8 @@ from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
-_State = dict[str, dict[str, Tensor]]  # parameter name -> whole tensors: the weight ("weight") and optimizer state
+# dict from parameter name to whole tensors: the weight (key "weight") and the optimizer state
+_State = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,8 @@ class Run:
         return {name: t.to(self.steps or t.dtype) for name, t in full.items()}
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round the random gradients of a step to multiples of 1/8 between -1 and 1. Convert them to the dtype
-        `self.steps` if this attribute is set."""
+        """Return the gradients of a step: the random tensors in `drawn`, divided by 4, rounded to multiples of 1/8 and
+        clamped to [-1, 1]. They have the dtype `self.steps` if this attribute is set."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:

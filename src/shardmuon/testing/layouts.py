@@ -174,7 +174,8 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def _placed_by(
-    places: Callable[[int, Tensor], Sequence[Placement]],  # maps a tensor's index and the tensor to placements
+    # function that takes the index of a tensor and the tensor, and returns the tensor's placements
+    places: Callable[[int, Tensor], Sequence[Placement]],
 ) -> _Builder:
     """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. If the number of
     placements differs from the number of mesh axes, the tensor's mesh has a single axis with all ranks. If `places`
@@ -242,8 +243,10 @@ def _shard_like_megatron(
     tensors: _Tensors,
     mesh: DeviceMesh,
     *,
-    hybrid: bool = False,  # True if an outer (first) and an inner mesh axis both shard the rows
-    tensor_parallel: bool = False,  # True if the last mesh axis shards tensors alternately by rows and columns
+    # True if the rows are sharded over two mesh axes: the first axis (outer) and another axis (inner)
+    hybrid: bool = False,
+    # True if the last mesh axis shards tensors with even indices by rows, and others by columns
+    tensor_parallel: bool = False,
 ) -> dict[str, Tensor]:
     """Shard full tensors by rows as in Megatron-FSDP v1, and return DTensors. Ranks do not communicate."""
     at = list(mesh.get_coordinate() or ())
