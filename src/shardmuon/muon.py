@@ -734,7 +734,7 @@ class Muon(Core, Optimizer):
         and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
         with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
         only the default process group can be used again after unpickling."""
-        own = {key: self.__dict__[key] for key in _OWN}
+        own = {key: self.__dict__[key] for key in _OWN} | {"process_group": GroupRef.of(self.process_group)}
         state = super().__getstate__()
         groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]
         return {**state, **own, "param_groups": groups}
@@ -742,4 +742,4 @@ class Muon(Core, Optimizer):
 
 # Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
 # `world` in it, and therefore ignores `component`.
-_OWN = ("config", "process_group", "keeper", "audits", "traffic", "routing", "broken", "component", "world")
+_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

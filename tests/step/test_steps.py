@@ -52,7 +52,9 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
     """It is refused for a replica whose gradient is missing on one rank."""
     param = torch.nn.Parameter(torch.ones(6, 8))
-    made = copy.deepcopy(Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD))
+    given = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
+    given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD  # as a user sets another group
+    made = copy.deepcopy(given)
     (copied,) = made.param_groups[0]["params"]
     copied.grad = torch.eye(6, 8)
     made.step()
