@@ -39,6 +39,8 @@ from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
+    ADAMW_DEFAULTS,
+    ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
     MuonConfig,
@@ -618,8 +620,17 @@ class Muon(Core, Optimizer):
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Format the options of each group as torch does, followed by the options of the whole optimizer."""
-        return f"{super().__repr__()}\n{self.config}"
+        """Format the options of the whole optimizer that differ from their defaults and, for each group, the options of
+        the algorithm that updates the group (Muon or AdamW) and the keys that other code has stored in the group.
+        Options that are None or the default view are left out."""
+        lines = [f"    {key}: {value}" for key, value in self.config.changed().items()]
+        for index, group in enumerate(self.param_groups):
+            muon, count = group["use_muon"], len(group["params"])
+            hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if muon else ONLY_MUON)}
+            shown = {k: v for k, v in group.items() if k not in hidden and v != VIEW_DEFAULTS.get(k)}
+            lines.append(f"group {index}: {'Muon' if muon else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}")
+            lines += [f"    {key}: {value}" for key, value in shown.items()]
+        return "\n".join(["Muon (", *lines, ")"])
 
     def prepare(self) -> Plan:
         """Make the plan before the first step. Collective among the ranks that share parameters.
