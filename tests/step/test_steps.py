@@ -63,6 +63,13 @@ def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
         made.step()
 
 
+@on_ranks(2)
+def test_an_unpickled_group_without_this_rank_is_named() -> None:
+    unpickled = groups.GroupRef((5, 6), "3")
+    with pytest.raises(ValueError, match=r"process_group has ranks \(5, 6\), and rank \d is not among them"):
+        Muon([("w", torch.nn.Parameter(torch.ones(6, 8)))], lr=0.1, process_group=unpickled)
+
+
 def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:
     torch.manual_seed(0)
     a, b = (torch.nn.Parameter(torch.randn(6, 4, dtype=dtype)) for dtype in (torch.float32, torch.float64))
