@@ -23,9 +23,28 @@ def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
     assert Muon([made], lr=0.1).param_groups[0]["momentum"] == 0.9
 
 
-def test_repr_shows_the_options_of_groups_and_optimizer() -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(4, 6))], "split_sizes": 2}]
-    *of_groups, last = repr(Muon(groups, lr=0.02, method="gram")).splitlines()
-    assert of_groups[:2] == ["Muon (", "Parameter Group 0"]
-    assert {"    lr: 0.02", "    split_sizes: 2"} <= set(of_groups)
-    assert last.startswith("MuonConfig(method='gram', ns_dtype=None, ")
+def test_repr_shows_the_options_that_apply() -> None:
+    weight, bias = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4))
+    groups = [{"params": [weight]}, {"params": [bias], "use_muon": False}]
+    made = Muon(groups, lr=0.02, method="gram", momentum_dtype="int8", ns_steps=3)
+    made.param_groups[0].update(split_sizes=2, initial_lr=0.3)
+    assert repr(made).splitlines() == [
+        "Muon (",
+        "    method: gram",
+        "    momentum_dtype: int8",
+        "group 0: Muon, 1 parameter",
+        "    lr: 0.02",
+        "    weight_decay: 0.1",
+        "    momentum: 0.95",
+        "    nesterov: True",
+        "    ns_coefficients: (3.4445, -4.775, 2.0315)",
+        "    ns_steps: 3",
+        "    split_sizes: 2",
+        "    initial_lr: 0.3",
+        "group 1: AdamW, 1 parameter",
+        "    lr: 0.02",
+        "    weight_decay: 0.1",
+        "    betas: (0.9, 0.95)",
+        "    eps: 1e-08",
+        ")",
+    ]

@@ -39,6 +39,8 @@ from shardmuon.layout.bind import Listed, Table, TableCall
 from shardmuon.layout.engines.base import GradientState, Group, named_params
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.options import (
+    ADAMW_DEFAULTS,
+    ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
     MuonConfig,
@@ -627,8 +629,17 @@ class Muon(Core, Optimizer):
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
-        """Format the options of each group as torch does, followed by the options of the whole optimizer."""
-        return f"{super().__repr__()}\n{self.config}"
+        """Format the options of the whole optimizer that differ from their defaults and, for each group, the options of
+        the algorithm that updates the group (Muon or AdamW) and the keys that other code has stored in the group.
+        Options that are None or the default view are left out."""
+        lines = [f"    {key}: {value}" for key, value in self.config.changed().items()]
+        for index, group in enumerate(self.param_groups):
+            muon, count = group["use_muon"], len(group["params"])
+            hidden = {"params", "param_names", "use_muon", *(ADAMW_DEFAULTS if muon else ONLY_MUON)}
+            shown = {k: v for k, v in group.items() if k not in hidden and v != VIEW_DEFAULTS.get(k)}
+            lines.append(f"group {index}: {'Muon' if muon else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}")
+            lines += [f"    {key}: {value}" for key, value in shown.items()]
+        return "\n".join(["Muon (", *lines, ")"])
 
     def prepare(self) -> Plan:
         """Make the plan before the first step. Collective among the ranks that share parameters.
@@ -745,12 +756,12 @@ class Muon(Core, Optimizer):
         and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
         with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
         only the default process group can be used again after unpickling."""
-        own = {key: self.__dict__[key] for key in _OWN}
+        own = {key: self.__dict__[key] for key in _OWN} | {"process_group": GroupRef.of(self.process_group)}
         state = super().__getstate__()
         groups = [{**g, **{key: GroupRef.of(g[key], key) for key in PLACE_OPTIONS}} for g in self.param_groups]
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. `world` identifies a default process group of one process. A process that
-# loads the pickle of another process therefore ignores `component`, which is valid only with this group.
-_OWN = ("config", "process_group", "keeper", "audits", "traffic", "routing", "broken", "component", "world")
+# Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
+# `world` in it, and therefore ignores `component`.
+_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -488,6 +488,8 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
         with about(name):
             check_expert(p, group, unset)
             UnitPlace.refuse_flat(p)
+            if isinstance(engine := engine_for(p, group), TensorParallelEngine):
+                engine.cut(p)  # clipping and checkpoints need the cut of AdamW's parameters, too
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

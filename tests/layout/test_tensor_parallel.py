@@ -173,6 +173,11 @@ def test_a_tensor_that_is_marked_or_said_to_be_whole_is_whole(marks: dict[str, A
             r"partition_dim=None is no dim .* param\.partition_dim = d",
         ),
         ({"tp_group": (0,)}, {"partition_dim": 0, "partition_stride": 0}, "w: partition_stride=0 must be a whole"),
+        (
+            {"use_muon": False},
+            {"partition_dim": 5},
+            r"w: .* \(4, 6\) tensor .* partition_dim=5 is no dim .* 0 to 1, or",
+        ),
         ({"tp_group": (1, 2)}, {}, r"tp_group has ranks \(1, 2\), and rank 0 is not among them"),
         ({"tp_group": "tp"}, {}, "tp_group='tp' is no process group"),
         ({"tp_group": -100}, {}, r"tp_group=-100 is no process group of rank 0.* \(-100 is what new_group\(\) gives"),

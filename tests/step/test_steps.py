@@ -52,13 +52,22 @@ def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
     """Like the original's step, the copy's step must be refused if one rank lacks the gradient of a replicated
     parameter."""
     param = torch.nn.Parameter(torch.ones(6, 8))
-    made = copy.deepcopy(Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD))
+    given = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
+    given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD  # as a user sets another group
+    made = copy.deepcopy(given)
     (copied,) = made.param_groups[0]["params"]
     copied.grad = torch.eye(6, 8)
     made.step()
     copied.grad = None if dist.get_rank() == 1 else copied.grad
     with pytest.raises(ValueError, match=r"w: ranks \[1\] have no gradient, ranks \[0\] have a gradient"):
         made.step()
+
+
+@on_ranks(2)
+def test_an_unpickled_group_without_this_rank_is_named() -> None:
+    unpickled = groups.GroupRef((5, 6), "3")
+    with pytest.raises(ValueError, match=r"process_group has ranks \(5, 6\), and rank \d is not among them"):
+        Muon([("w", torch.nn.Parameter(torch.ones(6, 8)))], lr=0.1, process_group=unpickled)
 
 
 def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:

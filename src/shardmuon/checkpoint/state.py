@@ -31,7 +31,7 @@ from shardmuon.layout.engines.base import named_params
 from shardmuon.layout.engines.fsdp1 import UnitPlace
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import ELSEWHERE, check_hyperparameters, loaded_over, view_of
+from shardmuon.options import ELSEWHERE, PLACE_OPTIONS, check_hyperparameters, loaded_over, view_of
 from shardmuon.step.adamw import init_state
 from shardmuon.step.kept import CARRIED
 from shardmuon.step.validate import state_storage
@@ -183,7 +183,7 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    kept = {"params", CARRIED}
+    kept = {"params", CARRIED, *PLACE_OPTIONS}  # a process group cannot be copied
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
         kept.add("eps")  # torch.optim.Muon's eps must not replace the eps of AdamW
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})

@@ -101,9 +101,11 @@ class GroupRef:
         Raises:
             ValueError: `value` is none of these, or this rank is not in the group.
         """
-        if value is None or isinstance(value, GroupRef):
+        if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
-        if isinstance(value, (tuple, list)):
+        if isinstance(value, GroupRef):
+            found = value  # an unpickled reference can be of a job with fewer ranks
+        elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
             if not all(isinstance(rank, int) for rank in value) or len(set(value)) < len(value):
                 raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
@@ -310,7 +312,10 @@ class Lane:
         """Return the open lane of these ranks (ascending, including this rank). Creates a lane if none is open."""
         world = default_group()
         if world is None:
-            raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
+            raise RuntimeError(
+                f"ranks {ranks} are to talk, but torch.distributed is not initialized. Call init_process_group(), or "
+                "set process_group to None on the optimizer and in each of its groups"
+            )
         lanes = made_under(world).lanes
         lane = lanes.get(ranks)
         if lane is None or lane._group is None:
