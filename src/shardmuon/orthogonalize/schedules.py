@@ -21,7 +21,7 @@ but rounding can lift them slightly above.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -169,7 +169,7 @@ def schedule(coefficients: str | Sequence[float] | Sequence[Sequence[float]], st
             inputs up to 1.01.
         TypeError: `coefficients` is neither a name nor numbers.
     """
-    return _made(_hashable(coefficients), steps)
+    return _made(coefficients if isinstance(coefficients, str) else _numbers(coefficients), steps)
 
 
 @lru_cache(maxsize=256)
@@ -184,9 +184,9 @@ def _made(coefficients: Any, steps: int | None) -> Schedule:
             )
         first, tail, source = _SCHEDULES[name]
     elif coefficients and isinstance(coefficients[0], tuple):
-        first, tail, steps = _floats(coefficients), None, None
+        first, tail, steps = coefficients, None, None
     else:
-        first, (tail,) = (), _floats([coefficients])
+        first, tail = (), coefficients
     if steps is None:
         steps = len(first) if tail is None else 5
     if steps < 1 or (tail is None and steps != len(first)):
@@ -204,11 +204,6 @@ def _made(coefficients: Any, steps: int | None) -> Schedule:
     return found
 
 
-def _hashable(coefficients: Any) -> Any:
-    """Convert lists and lists of lists to tuples, because checkpoints load coefficients as lists, which are not
-    hashable."""
-    return tuple(map(_hashable, coefficients)) if isinstance(coefficients, (list, tuple)) else coefficients
-
-
-def _floats(values: Iterable[Sequence[float]]) -> Triples:
-    return tuple((float(a), float(b), float(c)) for a, b, c in values)
+def _numbers(values: Any) -> Any:
+    """Convert numbers to floats, and lists, which checkpoints contain but which are not hashable, to tuples."""
+    return tuple(map(_numbers, values)) if isinstance(values, (list, tuple)) else float(values)
