@@ -264,17 +264,15 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
     c10d: Any = dist.distributed_c10d
     world: Any = c10d._get_default_group()
     named_by_torch = c10d._hash_ranks_to_str
-    bound = getattr(world, "bound_device_id", None)
+    bound = world.bound_device_id
     c10d._hash_ranks_to_str = lambda ranks: f"shardmuon {'_'.join(map(str, ranks))} {number}"
-    if bound is not None:
-        world.bound_device_id = None
+    world.bound_device_id = None
     try:
         timeout = timeout_of(world if parent is None else parent)
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
         c10d._hash_ranks_to_str = named_by_torch
-        if bound is not None:
-            world.bound_device_id = bound
+        world.bound_device_id = bound
 
 
 def timeout_of(group: Any) -> timedelta | None:
