@@ -238,13 +238,12 @@ def _read_param(
     if group["use_muon"]:
         own, view = (BUFFER, SCALE, *((STEP,) if keeper.rounds else ())), view_of("", p, group)
         stacked, shapes = view.num_row_dims == 2, _state_shapes(stages_of(group), view)
-        wrong = keeper.coded_fault(engine_of(p), p, view.num_row_dims, found)
+        keeper.check_coded(engine_of(p), p, view.num_row_dims, found)
         for key in (key for key in KEPT_KEYS if key in found):
             kept = engine.kept_storage(found[key], p, shapes[key], stacked=stacked) if key in shapes else None
-            wrong = f"its {key} in the checkpoint is {kept}" if isinstance(kept, str) else wrong
+            if isinstance(kept, str):
+                raise ValueError(f"its {key} in the checkpoint is {kept}")
             state[key] = found[key]
-        if wrong is not None:
-            raise ValueError(wrong)
         state = {key: value.to(device=device, dtype=torch.float32) for key, value in state.items()}
     return state | {key: _read_value(p, key, found[key], keeper, device) for key in own if key in found}
 
@@ -286,7 +285,7 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
         return torch.tensor(float(count), dtype=torch.float32, device=device)
-    if key == SCALE:  # `Keeper.coded_fault` has already checked the scales of 8-bit momentum
+    if key == SCALE:  # `Keeper.check_coded` has already checked the scales of 8-bit momentum
         return keeper.take(p, key, value)
     is_coded = key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):

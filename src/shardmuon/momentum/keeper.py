@@ -143,27 +143,26 @@ class Keeper:
         return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
 
     @staticmethod
-    def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
-        """Check that the codes and scales of 8-bit momentum fit each other and the parameter. Return an error text
-        without the parameter's name; None if they fit, or if the state contains neither codes nor scales. The shape of
-        the codes is checked elsewhere, because stored momentum of every dtype needs that check."""
+    def check_coded(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, without the parameter's name, if the codes and scales of 8-bit momentum do not fit each
+        other or the parameter. The shape of the codes is checked elsewhere, because stored momentum of every dtype
+        needs that check."""
         buffer, scale = state.get(BUFFER), state.get(SCALE)
         coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
         if not coded and scale is None:
-            return None
+            return
         if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
-            return (
+            raise ValueError(
                 f"its {BUFFER} is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
                 f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a scale of floating point. "
                 "Load both from one checkpoint, or neither"
             )
         expected, found = scale_shape(engine.storage(param).shape, num_row_dims), tuple(local_if_any(scale).shape)
         if is_dtensor(scale) != is_dtensor(param) or not same_storage(found, expected):
-            return (
+            raise ValueError(
                 f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another "
                 "layout. Load it through torch.distributed.checkpoint, which reshards it"
             )
-        return None
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """Decode the momentum of this rank's part of a parameter, in the shape of the part's local storage. Return None

@@ -233,9 +233,7 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
     found.kept[number] = _stored_kept(shapes, engine, param, state, stacked=stacked)
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
-    wrong = keeper.coded_fault(engine, param, view.num_row_dims, kept)
-    if wrong is not None:
-        raise ValueError(wrong)
+    keeper.check_coded(engine, param, view.num_row_dims, kept)
     for key in KEPT_KEYS:  # drop the state of other variants, which would be out of date if the group returned to them
         if key not in shapes:
             state.pop(key, None)
