@@ -329,7 +329,7 @@ def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
     """Return a fault that multiplies weights by `change(factor)`, where `factor` is the correct factor of a
     post-processing stage."""
     return replaced(
-        "foreach_mul_", lambda real: lambda tiles, numbers: real(tiles, [change(n) for n in numbers]), stages
+        "foreach", lambda real: lambda name, tiles, numbers: real(name, tiles, [change(n) for n in numbers]), stages
     )
 
 
@@ -338,13 +338,13 @@ def _each_half(job: Job) -> AbstractContextManager[object]:
     the full matrix's."""
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in job.params.values()}
 
-    def products(tiles: Any, numbers: Any) -> None:
+    def products(name: str, tiles: Any, numbers: Any) -> None:
         # In a single process, each tile is a full matrix.
         for weight in tiles:
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
 
-    return mock.patch.object(stages, "foreach_mul_", products)
+    return mock.patch.object(stages, "foreach", products)
 
 
 def _wrong_rule(self: HyperballWeight, norm: Tensor, kept: Tensor) -> Tensor:

@@ -179,15 +179,6 @@ def local_if_any(tensor: Tensor) -> Tensor:
     return cast(Tensor, getattr(tensor, "_local_tensor", tensor))
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factors: Tensor | Sequence[Tensor] | Sequence[float]) -> None:
-    """Multiply tensors in place. `factors` is a 0-dim tensor that multiplies all of them, or a list with one tensor or
-    number for each.
-
-    A single Python number is not allowed, because CPUs would first round it to the dtype of the tensors.
-    """
-    torch._foreach_mul_(list(tensors), factors if isinstance(factors, Tensor) else list(factors))  # type: ignore[arg-type]
-
-
 def names_in(model: torch.nn.Module) -> dict[int, str]:
     """Return a dict from the `id` of each parameter to its name in the state dicts of torch.distributed.checkpoint,
     which omit the prefixes that wrappers add. Uses torch's private function `_get_fqns`."""

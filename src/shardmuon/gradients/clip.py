@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon import texts
-from shardmuon._torch import flattened, foreach_mul_, foreach_norm, local_if_any
+from shardmuon._torch import flattened, foreach, foreach_norm, local_if_any
 from shardmuon.comm.groups import GroupRef, Ranks, group_ranks, my_rank, num_ranks
 from shardmuon.comm.vote import Agreed, Ballot, Fault, Flag, Phase, digest_of, gather
 from shardmuon.errors import ExchangeError, Refused, about, fault_text, stays_itself
@@ -122,7 +122,7 @@ def clip_grad_norm_(
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # formula and dtypes of torch's clip_grad_norm_
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
-                foreach_mul_(alike, factor.to(device))
+                foreach("mul_", alike, other=factor.to(device))
         return norm.to(local_if_any(listed[0].param).device) if listed else norm
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import Coming, foreach_copy_, foreach_mul_, foreach_norm
+from shardmuon._torch import Coming, foreach, foreach_copy_, foreach_norm
 from shardmuon.comm.groups import Ranks, Traffic, group_for, wire_device
 from shardmuon.errors import ExchangeError, level_of_the_caller, ranks_text
 from shardmuon.layout.views import Ints, row_major
@@ -134,10 +134,9 @@ class WeightSet:
         # CPUs multiply a half-precision weight by a 0-dim fp32 factor in fp32. Other devices would first round a 0-dim
         # factor to the dtype of the weight, so the factor gets one dim on these devices.
         factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
-        for dtype in {tile.dtype for tile in tiles}:
-            numbers = (factor if dtype == torch.float64 else factor.float()).unbind(0)
-            pairs = [(tile, numbers[at]) for tile, at in zip(tiles, self._tiles_at, strict=True) if tile.dtype == dtype]
-            foreach_mul_([tile for tile, _ in pairs], [number for _, number in pairs])
+        wide, numbers = factor.unbind(0), factor.float().unbind(0)
+        pairs = zip(tiles, self._tiles_at, strict=True)
+        foreach("mul_", tiles, [(wide if tile.dtype == torch.float64 else numbers)[at] for tile, at in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # returns shape (number of matrices, 1), fp32
         """Read the stored norm of each matrix; 0 for norms that this rank does not store."""
