@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.optim.adamw import adamw as functional_adamw
 
 from shardmuon._torch import (
@@ -123,11 +124,10 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Tensors = Sequence[Tensor]  # the weight, gradient, exp_avg and exp_avg_sq of one parameter
-_Line = tuple[_Tensors, Tensor]  # the tensors of one entry in the kernel's lists, and their step count
+_Line = Sequence[Tensor]  # the weight, gradient, exp_avg, exp_avg_sq and step count of one entry in the kernel's lists
 
 
-def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], list[tuple[_Line, list[_Tensors]]]]:
+def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Line]]]:
     """Split the tensors on one device into tensors that are updated in place and tensors that are updated in padded
     copies, see [Note: one form of AdamW].
 
@@ -136,12 +136,10 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
         cuts: True on CPUs, where the kernel rounds the end of a tensor differently.
 
     Returns:
-        Tensors to update in place; step counts of parameters that are updated only in copies; copies, each with the
-        tensors that receive the results.
+        Tensors to update in place; groups of tensors to update in one copy.
     """
     lines: list[_Line] = []
-    uncounted: list[Tensor] = []
-    copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
+    copied: dict[tuple[object, ...], list[_Line]] = {}
     for *tensors, state in rows:
         step, param = state[STEP], tensors[0]
         numel, strides = param.numel(), param.stride()
@@ -151,47 +149,34 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
             # all tensors have the same memory order, so the update of flat views of their memory gives the same result
             tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True
         if dense and not rest:
-            lines.append((tensors, step))
+            lines.append((*tensors, step))
             continue
-        end: _Tensors = tensors
         if dense and numel >= _SMALL:
             whole = numel - rest
             flats = [t.view(-1) for t in tensors]
-            lines.append(([t[:whole] for t in flats], step))
-            end = [t[whole:] for t in flats]
-        else:
-            uncounted.append(step)
+            lines.append((*(t[:whole] for t in flats), step))
+            tensors = [t[whole:] for t in flats]
         # On CPUs, parameters with equal dtypes and step counts share a copy. On other devices, each parameter has a
         # copy of its own, because reading a step count would wait for the device.
-        key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
-        copied.setdefault(key, (step, []))[1].append(end)
-    return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]
+        key = (*(t.dtype for t in tensors), float(step) if cuts else len(copied))
+        copied.setdefault(key, []).append((*tensors, step))
+    return lines, list(copied.values())
 
 
-def _side_by_side(several: Sequence[_Tensors], step: Tensor) -> _Line:
+def _side_by_side(several: Sequence[_Line]) -> _Line:
     """Concatenate the tensors of several parameters into copies, padded with zeros to a multiple of the CPU kernel's
     vector size."""
-    first = several[0][0]
-    missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
-    columns = zip(*several, strict=True)
-    return [flattened([*column, column[0].new_zeros(missing)]) for column in columns], step.clone()
-
-
-def _copy_back(copied: _Line, targets: Sequence[_Tensors]) -> None:
-    """Copy updated weights and moments from the concatenated copies back to the original tensors."""
-    for number in (0, 2, 3):
-        column = [row[number] for row in targets]
-        line = copied[0][number]
-        parts = line[: sum(map(Tensor.numel, column))].split([t.numel() for t in column])
-        foreach_copy_(column, [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(parts, column, strict=True)])
+    *columns, steps = zip(*several, strict=True)
+    missing = -sum(map(Tensor.numel, columns[0])) % (_VECTOR // columns[0][0].element_size())
+    return (*(flattened([*column, column[0].new_zeros(missing)]) for column in columns), steps[0].clone())
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
     """Take one AdamW step on parameters that are on one device, in place. `group` has lr, betas, eps and
     weight_decay."""
-    lines, uncounted, copies = _lines(rows, device.type == "cpu")
-    lines += [line for line, _ in copies]
-    params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*(tensors for tensors, _ in lines), strict=True))
+    lines, originals = _lines(rows, device.type == "cpu")
+    copies = list(map(_side_by_side, originals))
+    params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*lines, *copies, strict=True))
     beta1, beta2 = map(float, group["betas"])
     functional_adamw(
         params,
@@ -199,7 +184,7 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
         exp_avgs,
         exp_avg_sqs,
         [],
-        [step for _, step in lines],
+        steps,
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -209,7 +194,8 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
         eps=float(group["eps"]),
         maximize=False,
     )
-    for copied, targets in copies:
-        _copy_back(copied, targets)
-    if uncounted:
-        torch._foreach_add_(uncounted, 1)
+    for copy, targets in zip(copies, originals, strict=True):
+        columns = list(zip(*targets, strict=True))
+        for number in (0, 2, 3):  # the weight and both moments, but not the gradient
+            foreach_copy_(columns[number], _unflatten_dense_tensors(copy[number], columns[number]))
+        foreach_copy_(columns[4], list(map(copy[4].view_as, columns[4])))
