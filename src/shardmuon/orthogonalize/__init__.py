@@ -183,7 +183,9 @@ class Products:
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
         short, long = sorted(shape[-2:])  # a symmetric product, such as a Gram matrix, has the size short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
-        plain: Sequence[Callable[..., Any]] = (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
+        plain: Sequence[Callable[..., Tensor]] = (
+            (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
+        )
         symmetric = plain
         if may_split or (len(shape) == 3 and shape[0] == 1):
             symmetric = partial(_by_blocks, None), _by_blocks
@@ -211,8 +213,7 @@ class Products:
             return _mm_to_fp32(*_sides(x))
         # `wide` multiplies in fp32 or fp64, so its results are not rounded to half precision
         wide = Products(x.shape, x.device, self.operands)
-        found: Tensor = wide.symmetric_mm(*_sides(x), out=_square_of(x))
-        return found
+        return wide.symmetric_mm(*_sides(x), out=_square_of(x))
 
     def sandwich(
         self,
@@ -481,8 +482,7 @@ def _gram_newton_schulz(
 def _times(products: Products, factor: Tensor, y: Tensor, tall: bool) -> Tensor:
     """Multiply `y` by the square matrix `factor`, from the left, or from the right if `y` is tall."""
     left, right = (y, factor) if tall else (factor, y)
-    found: Tensor = products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
-    return found
+    return products.mm(left, right, out=empty_batch(y.shape, y.dtype, y.device))
 
 
 def _factor_of(
