@@ -317,17 +317,14 @@ class StepCall(TableCall[Binding]):
     def is_current(self, kept: Binding) -> bool:
         groups = self._core.param_groups
         self.options = self._core.options.read(groups)
-        if len(self.options) != len(kept.planned):
-            return False
         # Frameworks can replace parameters, so the parameters are listed again. The condition must be the same as in
         # `Offer`.
-        found = []
-        for number, (settings, planned) in enumerate(zip(self.options, kept.planned, strict=True)):
-            if planned != ("" if settings is None else settings.planned):
-                return False
+        planned, found = list[str](), list[tuple[Tensor, int]]()
+        for number, (settings, group) in enumerate(zip(self.options, groups, strict=True)):
+            planned.append("" if settings is None else settings.planned)
             if settings is not None:
-                found += [(p, number) for p in groups[number]["params"] if p.requires_grad or p.grad is not None]
-        if len(found) != len(kept.members):
+                found += [(p, number) for p in group["params"] if p.requires_grad or p.grad is not None]
+        if planned != kept.planned or len(found) != len(kept.members):
             return False
         for (p, number), member in zip(found, kept.members, strict=True):
             if member.param is not p or member.group != number or member.engine.signature(p) != member.signature:
