@@ -410,12 +410,14 @@ def _newton_schulz(
     """
     tall = y.shape[-2] > y.shape[-1]
     poly = _square_of(y)
-    made = [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) for _ in range(2)]
-    # The Gram matrix and the result can share memory, since the result is written when the Gram matrix is no longer
-    # needed.
-    grams = [out.as_strided(poly.shape, poly.stride()) for out in made]
+    made: list[tuple[Tensor, Tensor]] = []
+    for _ in range(2):
+        out = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
+        # The Gram matrix and the result can share memory, since the result is written when the Gram matrix is no longer
+        # needed.
+        made.append((out, out.as_strided(poly.shape, poly.stride())))
     for step, (a, b, c) in enumerate(coefficients):
-        out, gram = made[step % 2], grams[step % 2]
+        out, gram = made[step % 2]
         left, right = _sides(y)
         if c == 0.0:  # a cubic step (c = 0) does not need the product A A
             factor, alpha = products.symmetric_mm(left, right, out=poly), b
