@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import isqrt
 from typing import NamedTuple
 
@@ -231,26 +232,21 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
     because ranks with local buckets would then start their exchanges in a different order than ranks without local
     buckets.
     """
-    number = {item.key: n for n, item in enumerate(items)}
-
-    def made(alike: Bucket, shares: Iterable[_Share]) -> list[Bucket]:
-        return [
-            alike._replace(
-                items=tuple(sorted(number[item.key] for item in share)),
-                gathers=alike.exchange and any(_gathered(specs[item.param], item) for item in share),
-            )
-            for share in shares
-        ]
-
-    before, between, behind = list[Bucket](), list[Bucket](), list[Bucket]()
+    before, behind = list[tuple[Bucket, list[_Share]]](), list[tuple[Bucket, list[_Share]]]()
     for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
-        of_rank = made(alike, _local(alike, share, policy))
-        before += of_rank[: (len(of_rank) + 1) // 2]
-        behind += of_rank[(len(of_rank) + 1) // 2 :]
-    moving = {alike: shares for way in ways for alike, shares in way.moving.items()}
-    for alike in sorted(moving):
-        between += made(alike, moving[alike])
-    return [*before, *between, *behind]
+        shares = _local(alike, share, policy)
+        before.append((alike, shares[: (len(shares) + 1) // 2]))
+        behind.append((alike, shares[(len(shares) + 1) // 2 :]))
+    between = sorted(chain.from_iterable(way.moving.items() for way in ways))
+    number = {item.key: n for n, item in enumerate(items)}
+    return [
+        alike._replace(
+            items=tuple(sorted(number[item.key] for item in share)),
+            gathers=alike.exchange and any(_gathered(specs[item.param], item) for item in share),
+        )
+        for alike, shares in (*before, *between, *behind)
+        for share in shares
+    ]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
