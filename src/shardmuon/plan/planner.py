@@ -110,8 +110,7 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     # values.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
-    why = spec.reasons[matrix] if spec.reasons else ""
-    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], why)
+    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
