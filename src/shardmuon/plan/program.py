@@ -55,27 +55,21 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A tile that this rank stores, and its place in a buffer."""
-
-    param: int
-    tile: Tile
-    place: BufferPlace
-
-
-class KeptLoad(NamedTuple):
-    """State values of one matrix, for example NorMuon's second moments, and their place in the buffer of an exchange.
+    """A tile that this rank stores of a parameter or of a state tensor with values per matrix, such as NorMuon's second
+    moments, and its place in a buffer.
 
     Attributes:
-        param, number: Index of the parameter, and index into the parameter's `Spec.kept`.
-        tile: Location of the values in this rank's state tensor.
-        start, size: Offset and size in the buffer, in elements of the buffer's dtype.
+        param: Index of the parameter.
+        tile: Location of the elements in this rank's storage.
+        place: Place in the buffer; the default stands for a tile that is in no buffer. In the buffer of an exchange,
+            fp32 state values take as many elements of the buffer's dtype as contain their bits.
+        number: Index of the state tensor in the parameter's `Spec.kept`; -1: the tile is part of the parameter.
     """
 
     param: int
-    number: int
     tile: Tile
-    start: int = 0
-    size: int = 0
+    place: BufferPlace = BufferPlace(0, ())
+    number: int = -1
 
 
 class _Batch(NamedTuple):
@@ -112,8 +106,8 @@ class Wire(NamedTuple):
     tiles: tuple[Load, ...]
     copies: tuple[Copy, ...]
     passed: tuple[Copy, ...] = ()
-    told: tuple[KeptLoad, ...] = ()
-    heard: tuple[KeptLoad, ...] = ()
+    told: tuple[Load, ...] = ()
+    heard: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,23 +238,20 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
 
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
-) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
+) -> tuple[Ints, tuple[Load, ...], tuple[Load, ...]]:
     """Assign places in the buffer of an exchange to the parts that a rank sends or receives. Parts are ordered by the
     rank at the other end; for each such rank, tiles come before state values. State values are left out unless
     `kept`. Returns the number of elements for each rank, the tiles with their places, and the state values with
     their places."""
-    at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
+    at, splits, loads = 0, list[int](), list[Load]()
     for other in bucket.ranks:
-        first = at
-        for param, tile, number in sorted(ways[phase, sends, other], key=lambda part: part[2] >= 0):
-            if number < 0:
-                loads.append(Load(param, tile, BufferPlace(at, row_major(tile.sizes))))
-                at += tile.numel
-            elif kept:
-                numbers.append(KeptLoad(param, number, tile, at, -(-tile.numel * 4 // bucket.itemsize)))
-                at += numbers[-1].size
+        first, parts = at, (part for part in ways[phase, sends, other] if kept or part[2] < 0)
+        for param, tile, number in sorted(parts, key=lambda part: part[2] >= 0):
+            loads.append(Load(param, tile, BufferPlace(at, row_major(tile.sizes)), number))
+            at += tile.numel if number < 0 else -(-tile.numel * 4 // bucket.itemsize)
         splits.append(at - first)
-    return tuple(splits), tuple(loads), tuple(numbers)
+    tiles, values = (tuple(load for load in loads if (load.number >= 0) == is_state) for is_state in (False, True))
+    return tuple(splits), tiles, values
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
