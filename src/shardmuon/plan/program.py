@@ -175,11 +175,6 @@ class Program:
             relay=wire("relay", scatter.tiles) if relayed else None,
         )
 
-    @property
-    def num_owned(self) -> int:
-        """Number of matrices that this rank orthogonalizes."""
-        return sum(len(batch.items) for batch in self.batches)
-
 
 _Part = tuple[int, Tile, int]  # (index of a parameter, tile, index of a state tensor in `Spec.kept` or -1)
 _Phase = Literal["scatter", "relay"]

@@ -68,7 +68,7 @@ class Bound:
         ns_device: torch.device | None = None,
     ) -> None:
         self.plan, self.program, self.device, self.ns_device = plan, program, device, ns_device
-        self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], program.num_owned
+        self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], sum(len(batch.items) for batch in program.batches)
         self.moves = program.bucket.exchange
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
         self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
