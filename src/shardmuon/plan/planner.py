@@ -317,8 +317,7 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
 def _gathered(spec: Spec, item: Item) -> bool:
     """True if a matrix needs a gather and a scatter. False if the rank that orthogonalizes the matrix stores the whole
     matrix and has no state of variant stages to send."""
-    stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
-    return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
+    return item.owners[0] not in spec.layout.whole_on[item.matrix] or any(kept.travels for kept in spec.kept)
 
 
 # ------------------------------------------------------------------------------------------------ splitting into shares
