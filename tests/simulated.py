@@ -319,7 +319,7 @@ class SimulatedRanks:
             # In each iteration of the loop, every rank runs one phase of the bucket's program.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
-            self.orthogonalized += sum(program.num_owned for program in programs.values())
+            self.orthogonalized += sum(len(b.items) for program in programs.values() for b in program.batches)
         for of_set in self._sets(stages):
             sums = self._summed(of_set)
             for rank, one in of_set.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ from shardmuon.layout.pieces import ParamLayout, Tile
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.plan.plan import Item, Policy, Spec
 from shardmuon.plan.planner import _shares_of, make_plan
-from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, Program, _joined
+from shardmuon.plan.program import BufferPlace, Copy, Load, Program, _joined
 
 
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
@@ -39,10 +40,10 @@ def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str
         assert not batches.any(), "nothing between the matrices"
         results = [(c.sizes, c.here) for c in p.scatter.copies]
         wires = [_written(sum(p.gather.sent), _loads(p.gather.tiles))]
-        wires += [_written(sum(p.scatter.sent), results, p.scatter.told)]
+        wires += [_written(sum(p.scatter.sent), results, p.scatter.told, p.bucket.itemsize)]
         if p.relay is not None:
             passed = [*((c.sizes, c.there) for c in p.relay.passed), *((c.sizes, c.here) for c in p.relay.copies)]
-            wires += [_written(sum(p.relay.sent), passed, p.relay.told)]
+            wires += [_written(sum(p.relay.sent), passed, p.relay.told, p.bucket.itemsize)]
         assert all((wire == 1).all() for wire in wires)
         for load in (*p.own, *p.scatter.tiles, *(p.relay.tiles if p.relay is not None else ())):
             _add(load.tile, plan.specs[load.param].layout, weights[load.param][rank])
@@ -62,12 +63,14 @@ def _loads(loads: Sequence[Load]) -> list[tuple[Ints, BufferPlace]]:
     return [(load.tile.sizes, load.place) for load in loads]
 
 
-def _written(numel: int, blocks: Iterable[tuple[Ints, BufferPlace]], told: Iterable[KeptLoad] = ()) -> torch.Tensor:
+def _written(
+    numel: int, blocks: Iterable[tuple[Ints, BufferPlace]], told: Iterable[Load] = (), itemsize: int = 1
+) -> torch.Tensor:
     out = torch.zeros(numel)
     for sizes, place in blocks:
         out.as_strided(sizes, place.strides, place.start).add_(1)
     for load in told:
-        out[load.start : load.start + load.size] += 1
+        out[load.place.start :][: math.ceil(load.tile.numel * 4 / itemsize)] += 1
     return out
 
 

@@ -34,7 +34,7 @@ from shardmuon.options import MuonConfig
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
-from shardmuon.plan.program import KeptLoad
+from shardmuon.plan.program import BufferPlace, Load
 from shardmuon.step import bucket
 from shardmuon.step import stages as weights_module
 from shardmuon.step.stages import WeightSet
@@ -98,9 +98,8 @@ def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtyp
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
     plan, loads, at = Plan(tuple(specs), (), ()), [], 3
     for param, layout in enumerate(layouts):
-        size = math.ceil(layout.view.shape[1] * 4 / wire.itemsize)
-        loads.append(KeptLoad(param, 0, layout.tiles[0][0][0], at, size))
-        at += size
+        loads.append(Load(param, layout.tiles[0][0][0], BufferPlace(at, (1,)), 0))
+        at += math.ceil(layout.view.shape[1] * 4 / wire.itemsize)
     bits = [torch.randint(-(2**31), 2**31 - 1, view.shape, dtype=torch.int32) for view in views]
     bits[0][0, :3] = torch.tensor([0x7F800001, -1, 0x7FC12345], dtype=torch.int32)
     told = [[torch.stack([b.view(torch.float32)] * 2, -1)[..., 0]] for b in bits]

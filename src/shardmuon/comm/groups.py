@@ -167,10 +167,8 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     if kept is not None and is_alive(kept):  # a group that has been destroyed can still be referenced
         # The cached group takes precedence over `hint`, because ranks that rebuild a plan can have different hints.
         return kept
-    for group in (default_group(), hint):
-        if group is not None and group_ranks(group) == ranks:
-            break
-    else:
+    group = next((one for one in (world, hint) if one is not None and group_ranks(one) == ranks), None)
+    if group is None:
         number += 1  # creating a group is collective, so all of its ranks count it and agree on the number
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)

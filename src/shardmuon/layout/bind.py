@@ -240,8 +240,7 @@ def bind(
         order = sorted({*ranks_of.values()}, key=lambda ranks: (len(ranks), ranks))
         numbers = {ranks: [n for n, one in enumerate(mine) if ranks_of[one.ties] == ranks] for ranks in order}
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
-        for ranks, of_set in numbers.items():
-            said[ranks] = digest_of(lines[ranks]), [mine[n].claim.extent for n in of_set]
+        said = {ranks: (digest_of(lines[ranks]), [mine[n].claim.extent for n in numbers[ranks]]) for ranks in numbers}
     everyone = dict(zip(component, gather(said, component, fault), strict=True))
     digests = {of: {ranks: digest for ranks, (digest, _) in theirs.items()} for of, theirs in everyone.items()}
     refuse_unlike(digests, lines.__getitem__, lambda of, told: _unlike_lists(of, [ls or [] for ls in told]), fault)
@@ -336,10 +335,12 @@ def _compare_replicas(
     prints = dict[tuple[Ranks, int], int]()  # (set of ranks, position of the parameter in the set) -> fingerprint
     with fault:
         if table and fingerprint is not None:
-            placed = [(ranks, *place) for ranks, numbers in table[0].sets.items() for place in enumerate(numbers)]
-            for ranks, at, number in placed:
-                if table[0].layouts[number].has_replicas:
-                    prints[ranks, at] = fingerprint(local_if_any(mine[number].listed.param))
+            prints = {
+                (ranks, at): fingerprint(local_if_any(mine[number].listed.param))
+                for ranks, numbers in table[0].sets.items()
+                for at, number in enumerate(numbers)
+                if table[0].layouts[number].has_replicas
+            }
     found = dict(zip(component, gather(prints, component, fault), strict=True))
     if any(found.values()):  # `found` is equal on all ranks, so either all or none make the collective call
         with fault:

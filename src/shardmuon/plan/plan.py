@@ -46,7 +46,7 @@ class Spec(NamedTuple):
         kind: Type of the parameter's device. Parameters of a bucket have equal device types.
         kept: State tensors with values per matrix, one for each variant stage that has such state.
         reasons: For each matrix, the reason why its method was chosen, for printed plans. If empty, no reasons are
-            printed.
+            printed. A reason can name capabilities of one rank's machine, so ranks do not compare reasons.
     """
 
     name: str
@@ -90,8 +90,6 @@ class Item(NamedTuple):
         route: "local": no element is sent. "owner": the matrix is gathered on its owner, and the result is scattered.
         how: Text that describes how the matrix is orthogonalized.
         cost: Floating point operations to orthogonalize the matrix.
-        reason: Reason why the method was chosen. The text can name capabilities of one rank's machine, so ranks do not
-            compare it.
     """
 
     param: int
@@ -102,7 +100,6 @@ class Item(NamedTuple):
     route: Literal["local", "owner"]
     how: str
     cost: int
-    reason: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -181,7 +178,7 @@ class Plan:
                 for spec in map(self.specs.__getitem__, params)
             ]
             place = {param: at for at, param in enumerate(params)}
-            items = {n: (place[i.param], *i[1:-1]) for n, i in enumerate(self.items) if i.param in place}
+            items = {n: (place[i.param], *i[1:]) for n, i in enumerate(self.items) if i.param in place}
             moving = [
                 (*bucket[1:5], bucket.gathers, [items[n] for n in bucket.items])
                 for bucket in self.buckets
@@ -203,7 +200,8 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in self.items if i.reason)
+        whys = ((i, self.specs[i.param].reasons) for i in self.items)
+        reasons = dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {why[i.matrix]}" for i, why in whys if why)
         lines, loads = [_rows(self), *reasons], self.loads().values()
         if any(loads):
             mean = sum(loads) / len(loads)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import isqrt
 from typing import NamedTuple
 
@@ -109,8 +110,7 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
     # values.
     for kept in spec.kept:
         able = tuple(rank for rank in able if rank in kept.layout.tiles[matrix])
-    why = spec.reasons[matrix] if spec.reasons else ""
-    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix], why)
+    return Item(param, matrix, rows, cols, able, "owner", spec.hows[matrix], spec.costs[matrix])
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
@@ -231,26 +231,21 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
     because ranks with local buckets would then start their exchanges in a different order than ranks without local
     buckets.
     """
-    number = {item.key: n for n, item in enumerate(items)}
-
-    def made(alike: Bucket, shares: Iterable[_Share]) -> list[Bucket]:
-        return [
-            alike._replace(
-                items=tuple(sorted(number[item.key] for item in share)),
-                gathers=alike.exchange and any(_gathered(specs[item.param], item) for item in share),
-            )
-            for share in shares
-        ]
-
-    before, between, behind = list[Bucket](), list[Bucket](), list[Bucket]()
+    before, behind = list[tuple[Bucket, list[_Share]]](), list[tuple[Bucket, list[_Share]]]()
     for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
-        of_rank = made(alike, _local(alike, share, policy))
-        before += of_rank[: (len(of_rank) + 1) // 2]
-        behind += of_rank[(len(of_rank) + 1) // 2 :]
-    moving = {alike: shares for way in ways for alike, shares in way.moving.items()}
-    for alike in sorted(moving):
-        between += made(alike, moving[alike])
-    return [*before, *between, *behind]
+        shares = _local(alike, share, policy)
+        before.append((alike, shares[: (len(shares) + 1) // 2]))
+        behind.append((alike, shares[(len(shares) + 1) // 2 :]))
+    between = sorted(chain.from_iterable(way.moving.items() for way in ways))
+    number = {item.key: n for n, item in enumerate(items)}
+    return [
+        alike._replace(
+            items=tuple(sorted(number[item.key] for item in share)),
+            gathers=alike.exchange and any(_gathered(specs[item.param], item) for item in share),
+        )
+        for alike, shares in (*before, *between, *behind)
+        for share in shares
+    ]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
@@ -322,8 +317,7 @@ def _cuts(alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: 
 def _gathered(spec: Spec, item: Item) -> bool:
     """True if a matrix needs a gather and a scatter. False if the rank that orthogonalizes the matrix stores the whole
     matrix and has no state of variant stages to send."""
-    stored = spec.layout.tiles[item.matrix].get(item.owners[0], ())
-    return sum(tile.numel for tile in stored) < item.numel or any(kept.travels for kept in spec.kept)
+    return item.owners[0] not in spec.layout.whole_on[item.matrix] or any(kept.travels for kept in spec.kept)
 
 
 # ------------------------------------------------------------------------------------------------ splitting into shares

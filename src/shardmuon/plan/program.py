@@ -55,27 +55,21 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A tile that this rank stores, and its place in a buffer."""
-
-    param: int
-    tile: Tile
-    place: BufferPlace
-
-
-class KeptLoad(NamedTuple):
-    """State values of one matrix, for example NorMuon's second moments, and their place in the buffer of an exchange.
+    """A tile that this rank stores of a parameter or of a state tensor with values per matrix, such as NorMuon's second
+    moments, and its place in a buffer.
 
     Attributes:
-        param, number: Index of the parameter, and index into the parameter's `Spec.kept`.
-        tile: Location of the values in this rank's state tensor.
-        start, size: Offset and size in the buffer, in elements of the buffer's dtype.
+        param: Index of the parameter.
+        tile: Location of the elements in this rank's storage.
+        place: Place in the buffer; the default stands for a tile without a place. In the buffer of an exchange,
+            fp32 state values take as many elements of the buffer's dtype as contain their bits.
+        number: Index of the state tensor in the parameter's `Spec.kept`; -1: the tile is part of the parameter.
     """
 
     param: int
-    number: int
     tile: Tile
-    start: int = 0
-    size: int = 0
+    place: BufferPlace = BufferPlace(0, ())
+    number: int = -1
 
 
 class _Batch(NamedTuple):
@@ -112,8 +106,8 @@ class Wire(NamedTuple):
     tiles: tuple[Load, ...]
     copies: tuple[Copy, ...]
     passed: tuple[Copy, ...] = ()
-    told: tuple[KeptLoad, ...] = ()
-    heard: tuple[KeptLoad, ...] = ()
+    told: tuple[Load, ...] = ()
+    heard: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +138,18 @@ class Program:
         numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
         items = [plan.items[n] for n in numbers]
         batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
-        own, ways = list[_Part](), _Ways(list)
+        own, ways = list[Load](), _Ways(list)
         for item in items:
-            for phase, sender, receiver, part in _results(plan, item, rank):
+            for phase, sender, receiver, load in _results(plan, item, rank):
                 if sender == receiver == rank:
-                    own.append(part)
+                    own.append(load)
                 elif rank in (sender, receiver):
-                    ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
+                    ways[phase, rank == sender, receiver if rank == sender else sender].append(load)
 
-        def in_batches(param: int, tile: Tile) -> BufferPlace:
+        def in_batches(load: Load) -> BufferPlace:
             """Return the place of a tile of an owned matrix in the buffer of batches."""
-            offset, strides = tile.in_matrix(plan.specs[param].layout.view)
-            return BufferPlace(slots[param, tile.matrix] + offset, strides)
+            offset, strides = load.tile.in_matrix(plan.specs[load.param].layout.view)
+            return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
             """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before`: tiles that the
@@ -164,7 +158,7 @@ class Program:
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
-            copies = _joined(Copy(one.tile.sizes, one.place, in_batches(one.param, one.tile)) for one in owned)
+            copies = _joined(Copy(load.tile.sizes, load.place, in_batches(load)) for load in owned)
             return Wire(sent, came, tiles, copies, _passed(before, out), told, heard)
 
         back, scatter = wire("scatter", kept=False), wire("scatter")
@@ -175,23 +169,17 @@ class Program:
             rank=rank,
             batches=tuple(batches),
             batch_numel=end,
-            own=tuple(Load(param, tile, in_batches(param, tile)) for param, tile, _ in own),
+            own=tuple(load._replace(place=in_batches(load)) for load in own),
             gather=back._replace(sent=back.came, came=back.sent),
             scatter=scatter,
             relay=wire("relay", scatter.tiles) if relayed else None,
         )
 
-    @property
-    def num_owned(self) -> int:
-        """Number of matrices that this rank orthogonalizes."""
-        return sum(len(batch.items) for batch in self.batches)
 
-
-_Part = tuple[int, Tile, int]  # (index of a parameter, tile, index of a state tensor in `Spec.kept` or -1)
 _Phase = Literal["scatter", "relay"]
 # Dict from a tuple (phase, True for sending or False for receiving, rank at the other end) to the parts of results that
 # a rank sends or receives.
-_Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
+_Ways = defaultdict[tuple[_Phase, bool, int], list[Load]]
 
 
 def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
@@ -214,10 +202,10 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
     return found, slots, end
 
 
-def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:
-    """Yield all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part). Parts
-    that an owner stores itself have the owner as sender and receiver. Some of the yielded parts can have other ranks as
-    sender and receiver; the caller skips these."""
+def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, Load]]:
+    """Yield all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part). A part is
+    a `Load` without a place. Parts that an owner stores itself have the owner as sender and receiver. Some of the
+    yielded parts can have other ranks as sender and receiver; the caller skips these."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
@@ -228,8 +216,8 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
     for holder in holders:
         owner = item.owner_for(layout, holder)
         for tile in tiles[holder]:
-            source, part = layout.source(tile.held.piece, owner), (item.param, tile, -1)
-            yield ("scatter", owner, holder, part) if source == holder else ("relay", source, holder, part)
+            source, load = layout.source(tile.held.piece, owner), Load(item.param, tile)
+            yield ("scatter", owner, holder, load) if source == holder else ("relay", source, holder, load)
     for number, kept in enumerate(spec.kept):
         keepers = kept.layout.tiles[item.matrix]
         for keeper in keepers if kept.travels and rank in keepers else ():
@@ -238,29 +226,26 @@ def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, i
             sources = [layout.source(tile.held.piece, owner) for tile in stored]
             mate = owner if keeper in sources else next(iter(sources), owner)
             if keeper != owner:
-                part = item.param, keepers[rank][0], number
-                yield "scatter" if mate == owner else "relay", mate, keeper, part
+                load = Load(item.param, keepers[rank][0], number=number)
+                yield "scatter" if mate == owner else "relay", mate, keeper, load
 
 
 def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
-) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
+) -> tuple[Ints, tuple[Load, ...], tuple[Load, ...]]:
     """Assign places in the buffer of an exchange to the parts that a rank sends or receives. Parts are ordered by the
     rank at the other end; for each such rank, tiles come before state values. State values are left out unless
     `kept`. Returns the number of elements for each rank, the tiles with their places, and the state values with
     their places."""
-    at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
+    at, splits, loads = 0, list[int](), list[Load]()
     for other in bucket.ranks:
-        first = at
-        for param, tile, number in sorted(ways[phase, sends, other], key=lambda part: part[2] >= 0):
-            if number < 0:
-                loads.append(Load(param, tile, BufferPlace(at, row_major(tile.sizes))))
-                at += tile.numel
-            elif kept:
-                numbers.append(KeptLoad(param, number, tile, at, -(-tile.numel * 4 // bucket.itemsize)))
-                at += numbers[-1].size
+        first, parts = at, (load for load in ways[phase, sends, other] if kept or load.number < 0)
+        for load in sorted(parts, key=lambda load: load.number >= 0):
+            loads.append(load._replace(place=BufferPlace(at, row_major(load.tile.sizes))))
+            at += load.tile.numel if load.number < 0 else -(-load.tile.numel * 4 // bucket.itemsize)
         splits.append(at - first)
-    return tuple(splits), tuple(loads), tuple(numbers)
+    tiles, values = (tuple(load for load in loads if (load.number >= 0) == is_state) for is_state in (False, True))
+    return tuple(splits), tiles, values
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:

@@ -21,7 +21,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.orthogonalize import FiniteWatch, empty_batch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Bucket, Plan
-from shardmuon.plan.program import Copy, KeptLoad, Program, Wire
+from shardmuon.plan.program import Copy, Load, Program, Wire
 from shardmuon.price.clock import turns
 from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
@@ -68,7 +68,7 @@ class Bound:
         ns_device: torch.device | None = None,
     ) -> None:
         self.plan, self.program, self.device, self.ns_device = plan, program, device, ns_device
-        self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], program.num_owned
+        self.dtype, self.num_owned = _WIRES[program.bucket.itemsize], sum(len(batch.items) for batch in program.batches)
         self.moves = program.bucket.exchange
         self.choices = [Choice.of(plan.items[batch.items[0]].how) for batch in program.batches]
         self.like_torch = Choice.of(plan.items[program.bucket.items[0]].how).method == "torch"
@@ -221,7 +221,7 @@ def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
-        yield KeptSide(plan, [KeptLoad(item.param, number, tile) for item, tile in zip(batch, tiles, strict=True)])
+        yield KeptSide(plan, [Load(item.param, tile, number=number) for item, tile in zip(batch, tiles, strict=True)])
 
 
 def _results(

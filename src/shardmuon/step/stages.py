@@ -30,9 +30,9 @@ from torch import Tensor
 from shardmuon._torch import Coming, foreach, foreach_copy_, foreach_norm
 from shardmuon.comm.groups import Ranks, Traffic, group_for, wire_device
 from shardmuon.errors import ExchangeError, level_of_the_caller, ranks_text
-from shardmuon.layout.views import Ints, row_major
+from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import BufferPlace, KeptLoad, Load
+from shardmuon.plan.program import Load
 from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
@@ -64,7 +64,7 @@ class WeightSet:
         # `_tiles_at` has the index of each tile's matrix. `_kept_at` has the index of the matrix of each norm that this
         # rank stores. `_counts` is True for each tile whose squares this rank sums.
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
-        loads, kept = list[Load](), list[KeptLoad]()
+        loads, kept = list[Load](), list[Load]()
         for param, spec in specs.items():
             number = [one.key for one in keeping(stages[param])].index(self._stage.key)
             pairs = zip(spec.layout.tiles, spec.kept[number].layout.tiles, strict=True)
@@ -72,10 +72,10 @@ class WeightSet:
                 for tile in tiles.get(rank, ()):
                     self._tiles_at.append(len(self._names))
                     self._counts.append(spec.layout.keepers[tile.held.piece][0] == rank)
-                    loads.append(Load(param, tile, BufferPlace(0, row_major(tile.sizes))))
+                    loads.append(Load(param, tile))
                 for tile in numbers.get(rank, ()):
                     self._kept_at.append(len(self._names))
-                    kept.append(KeptLoad(param, number, tile))
+                    kept.append(Load(param, tile, number=number))
                 self._names.append(f"{spec.name}[{i}]" if len(spec.layout.tiles) > 1 else spec.name)
         self._tiles = Side(loads, [spec.layout.view for spec in plan.specs], shapes)
         self._kept = KeptSide(plan, kept)

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from shardmuon._torch import foreach, foreach_copy_
 from shardmuon.layout.pieces import Patch, Tile
-from shardmuon.layout.views import Ints, MatrixView, row_major
+from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.stores import BLOCK, Rounding, Stream, step_stored_
 from shardmuon.options import Settings, lr_scale
 from shardmuon.plan.plan import Plan
-from shardmuon.plan.program import BufferPlace, KeptLoad, Load
+from shardmuon.plan.program import Load
 
 _Kind = tuple[object, ...]
 _Stored = Sequence[Sequence[Tensor]]  # for each parameter, the local fp32 state tensors of its variant's stages
@@ -267,11 +267,10 @@ class KeptSide:
     """Locations of stage state, the state of a variant's stages, for some matrices: in this rank's state tensors and,
     if the state is sent, in an exchange buffer. Objects are cached between steps and hold no tensors."""
 
-    def __init__(self, plan: Plan, loads: Sequence[KeptLoad]) -> None:
+    def __init__(self, plan: Plan, loads: Sequence[Load]) -> None:
         self._loads = tuple(loads)
         views = [plan.specs[load.param].kept[load.number].layout.view for load in loads]
-        tiles = [Load(at, load.tile, BufferPlace(0, row_major(load.tile.sizes))) for at, load in enumerate(loads)]
-        self._side = Side(tiles, views, [()] * len(tiles))
+        self._side = Side([load._replace(param=at) for at, load in enumerate(loads)], views, [()] * len(loads))
 
     def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
         """For each matrix, make a view of its stage state in this rank's state tensors."""
@@ -280,17 +279,19 @@ class KeptSide:
 
     def tell(self, stored: _Stored, wire: Tensor) -> None:
         """Write the stage state to an exchange buffer, bit for bit."""
-        targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
-        foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
+        values = [_as_elements(numbers, wire) for numbers in self.of(stored)]
+        pairs = zip(self._loads, values, strict=True)
+        foreach_copy_([wire.narrow(0, load.place.start, len(elements)) for load, elements in pairs], values)
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state from a receive buffer to this rank's state tensors."""
         # `cat` copies to new memory first, since parts of the buffer may not be aligned for fp32
-        came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
-        sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
         targets = self.of(stored)
-        numbers = zip(came.split(sizes), targets, strict=True)
-        foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in numbers])
+        sizes = [-(-len(target) * target.element_size() // wire.element_size()) for target in targets]
+        pairs = zip(self._loads, sizes, strict=True)
+        came = torch.cat([wire.narrow(0, load.place.start, size) for load, size in pairs]).view(torch.float32)
+        numbers = came.split([size * wire.element_size() // came.element_size() for size in sizes])
+        foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in zip(numbers, targets, strict=True)])
 
 
 # `numbers` is 1-D fp32; the result is 1-D, in the dtype of `wire`
