@@ -220,6 +220,15 @@ def test_a_cut_block_is_refused_when_the_plan_is_made(layout: str, shape: Any, f
         assert all(part in text for part in (found, "momentum_dtype=torch.bfloat16", "Shard(0)"))
 
 
+@pytest.mark.parametrize(
+    "split", [{"split_sizes": (100, 412)}, {"split_sizes": (128, 128), "split_groups": 2}], ids=str
+)
+def test_matrices_of_columns_are_refused(split: dict[str, Any]) -> None:
+    group = {"params": [("w", nn.Parameter(torch.zeros(8, 512)))], "transposed": True, **split}
+    with pytest.raises(ValueError, match=r"^w: momentum_dtype='int8'.*transposed=True"):
+        Muon([group], lr=1e-3, momentum_dtype="int8").prepare()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
     # torch.distributed.checkpoint expects the scales of 8-bit momentum to be sharded like any other tensor of their
