@@ -96,10 +96,11 @@ def get_megatron_optimizer(
     Raises:
         ValueError: The configuration is not supported, or the matrices of a parameter cannot be determined.
     """
-    groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
+    collection = _core("process_groups_config").ProcessGroupCollection
+    groups = pg_collection or collection.use_mpu_process_groups()
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
-    distributed, fault = bool(config.use_distributed_optimizer), Fault()
+    fault, shared = Fault(), None
     with fault:  # Catch errors on this rank; `_aligned` then raises the first of them on all ranks.
         given = Rule.parse(overrides)
         _check(config, model_chunks, options)
@@ -110,10 +111,9 @@ def get_megatron_optimizer(
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
     with Refused.made_public():
         merged = _aligned(listed, fault, given, matched)
-    shared = None
-    if distributed:
-        setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
-        shared = setup(pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None)
+    if config.use_distributed_optimizer:
+        gloo = use_gloo_process_groups and pg_collection is None
+        shared = collection.setup_process_groups_for_optimizer(pg_collection, model_chunks, gloo)
     parts = []
     for expert in (False, True):
         members = [group for group in merged if group["is_expert_parallel"] == expert]
