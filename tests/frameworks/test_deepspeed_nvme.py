@@ -216,10 +216,9 @@ def test_swapped_gradients_must_begin_at_a_page(numels: tuple[int, ...], wrong: 
         get_param_id=id,
         grad_position={id(p): (0, *each) for p, *each in zip(params, offsets, numels, strict=True)},
     )
-    vars(params[0])["_z3_optimizer"] = zero3
     words = f"^{wrong}: DeepSpeed reads its gradient .* element {offsets[-1]} .*byte {4 * offsets[-1]}.* of their own"
     with pytest.raises(ValueError, match=words) if wrong else nullcontext():
-        _refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)])
+        _refuse_swaps(flat, [(f"p{i}", p) for i, p in enumerate(params)], zero3)
 
 
 def test_weights_on_nvme_are_refused() -> None:

@@ -123,7 +123,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     dcp.load(saved, storage_reader=reader, planner=planner)
     with Refused.made_public():
         groups = run_together(lambda: _paired(optimizer.param_groups, saved["optimizer"]["param_groups"], model))
-        room = run_together(lambda: _room_for(reader.items, optimizer, groups))
+        items = cast(Metadata, planner.metadata).state_dict_metadata
+        room = run_together(lambda: _room_for(items, optimizer, groups))
         weights = run_together(lambda: _copied(get_model_state_dict(model)))
         targets = run_together(lambda: _as_global(weights, room, table))
     dcp.load(targets, storage_reader=reader, planner=planner)
@@ -427,13 +428,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it.
-
-    Attributes:
-        items: Name of an entry, such as "optimizer.state.<parameter>.<key>" -> dtype and size of the entry.
-    """
-
-    items: Mapping[str, Any]
+    """Reader of a checkpoint folder that checks the metadata before torch.distributed.checkpoint unpickles it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata as torch.distributed.checkpoint does, but first check that unpickling runs no code.
@@ -448,9 +443,7 @@ class _Reader(FileSystemReader):
                     _MetadataUnpickler(stream).load()
             except pickle.UnpicklingError as error:
                 raise ValueError(f"{file}: not read: {error}. Take another copy, from a source you trust") from None
-        metadata = super().read_metadata(*args, **kwargs)
-        self.items = metadata.state_dict_metadata
-        return metadata
+        return super().read_metadata(*args, **kwargs)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -89,7 +89,6 @@ def read_state(
         ValueError: The state dict does not fit the optimizer.
     """
     entries, theirs = _parts_of(saved)
-    entries = _with_carried(entries, theirs)
     if len(theirs) != len(groups):
         raise ValueError(
             f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
@@ -121,22 +120,10 @@ def read_state(
     return state, merged
 
 
-def _with_carried(
-    entries: Mapping[Any, Any],  # saved state: dict from a parameter's number or name to the state of this parameter
-    groups: Sequence[Mapping[str, Any]],  # the saved parameter groups
-) -> Mapping[Any, Any]:
-    """Copy saved state, and add the state of post-processing stages (such as NorMuon's second moments) that the saved
-    groups contain."""
-    found = dict(entries)
-    for group in groups:
-        for position, kept in (group.get(CARRIED) or {}).items():
-            key = group["params"][int(position)]
-            found[key] = {**found.get(key, {}), **kept}
-    return found
-
-
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
     """Split an optimizer's state dict into the state of parameters (parameter key -> state) and the parameter groups.
+    The returned state includes the state of post-processing stages (such as NorMuon's second moments) that the saved
+    groups contain.
 
     Raises:
         ValueError: `saved` is not an optimizer's state dict.
@@ -152,7 +139,12 @@ def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]
             "torch.distributed.checkpoint returned (Megatron-LM keeps it under 'optimizer'). If it is that, the "
             "checkpoint is damaged"
         )
-    return entries, groups
+    found = dict(entries)
+    for group in groups:
+        for position, kept in (group.get(CARRIED) or {}).items():
+            key = group["params"][int(position)]
+            found[key] = {**found.get(key, {}), **kept}
+    return found, groups
 
 
 def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,14 +113,20 @@ class _Flat(Core):
     """
 
     def __init__(
-        self, core: Any, index: int, group: Mapping[str, Any], named: Sequence[tuple[str, Tensor]], flat: Tensor
+        self,
+        core: Any,
+        index: int,
+        group: Mapping[str, Any],
+        named: Sequence[tuple[str, Tensor]],
+        flat: Tensor,
+        zero3: Any,  # DeepSpeed's stage-3 optimizer, or None
     ) -> None:
-        _refuse_swaps(flat, named)
+        _refuse_swaps(flat, named, zero3)
         super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
         params, names = [p for _, p in named], {id(p): name for name, p in named}
         self.index, self.flat, self.is_muon = index, flat, bool(group["use_muon"])
-        self.swapped = _swapped_numel(flat, _zero3_of(params)) > 0
-        slices, process_group = _slices_of(flat, params)
+        self.swapped = _swapped_numel(flat, zero3) > 0
+        slices, process_group = _slices_of(flat, params, zero3)
         self.parts = [(names[id(part.param)], part, _make_shard(flat, part, process_group)) for part in slices]
         self.param_names = [name for name, _, _ in self.parts]
         self.param_groups = [
@@ -376,7 +382,7 @@ class _DeepSpeedHost(Host):
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
         if zero3 is not None:  # at stage 3, a group contains a flat buffer only while DeepSpeed steps the flat buffer
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
-        self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
+        self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat, zero3) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
         """Create the missing state of a flat buffer, as zeros. All state must exist when the first flat buffer has been
@@ -452,12 +458,13 @@ def _shape_of(param: Tensor) -> Ints:
 # ---------------------------------------------------------------------------------------- positions of parameters
 
 
-def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
+def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list[_Slice], Any]:
     """Find the slices of parameters in a flat buffer, the 1-D partition that DeepSpeed steps on this rank.
 
     Args:
         flat: Tensor that DeepSpeed put into a group of the optimizer.
         params: Model parameters that the group contained originally.
+        zero3: DeepSpeed's stage-3 optimizer, or None.
 
     Returns:
         This rank's slices of all trainable parameters in the group or sub-group of the flat buffer, and the process
@@ -467,7 +474,6 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], An
         ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
             supported.
     """
-    zero3 = _zero3_of(params)
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
     wrong = [part.param for part in slices if id(part.param) not in known]
@@ -673,15 +679,15 @@ def _number_of(flat: Tensor, zero3: Any) -> int:
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
-def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]]) -> None:
+def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) -> None:
     """Raise ValueError if DeepSpeed would read a swapped gradient of the flat buffer's sub-group to a memory address
     that direct I/O does not support on all file systems. See [Note: gradients that do not come back].
 
     Args:
         flat: Partition that DeepSpeed steps.
         named: (name, parameter) pairs of the flat buffer's optimizer group.
+        zero3: DeepSpeed's stage-3 optimizer, or None.
     """
-    zero3 = _zero3_of(p for _, p in named)
     if not _swapped_numel(flat, zero3):
         return
     names = {id(p): name for name, p in named}

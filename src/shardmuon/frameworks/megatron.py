@@ -96,24 +96,23 @@ def get_megatron_optimizer(
     Raises:
         ValueError: The configuration is not supported, or the matrices of a parameter cannot be determined.
     """
-    groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
+    collection = _core("process_groups_config").ProcessGroupCollection
+    groups = pg_collection or collection.use_mpu_process_groups()
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
-    distributed, fault = bool(config.use_distributed_optimizer), Fault()
+    fault, shared = Fault(), None
     with fault:  # Catch errors on this rank; `_aligned` then raises the first of them on all ranks.
         given = Rule.parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:
-            here = _matching(chunk, given)
-            matched.update(here)
-            rules = [*(given[i] for i in here), *Rule.parse(_qkv(config, chunk))]
+            matched.update(_matching(chunk, given))
+            rules = [*given, *Rule.parse(_qkv(config, chunk))]
             listed += _routed(config, chunk, adamw_lr, rules, options["adjust_lr_fn"], groups)
     with Refused.made_public():
         merged = _aligned(listed, fault, given, matched)
-    shared = None
-    if distributed:
-        setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
-        shared = setup(pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None)
+    if config.use_distributed_optimizer:
+        gloo = use_gloo_process_groups and pg_collection is None
+        shared = collection.setup_process_groups_for_optimizer(pg_collection, model_chunks, gloo)
     parts = []
     for expert in (False, True):
         members = [group for group in merged if group["is_expert_parallel"] == expert]
@@ -251,7 +250,7 @@ def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
 
-def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
+def _of_experts(rules: Sequence[Rule], tp_group: Any) -> list[Rule]:
     """Make copies of the given overrides for experts. A copy applies only to experts, and sets their tensor-parallel
     group, which differs from the group of dense parameters. A last copy applies to all experts that no override
     matches."""
@@ -260,11 +259,10 @@ def _of_experts(chunk: nn.Module, rules: Sequence[Rule], tp_group: Any) -> list[
         return _is_expert(param) and rule.fits(name, param, module)
 
     place = {"tp_group": () if tp_group is None else tp_group}
-    made = [
+    return [
         rule._replace(pattern=partial(fits, rule=rule), options={**rule.options, **place})
         for rule in (*rules, *Rule.parse({"*": {}}))
     ]
-    return [made[i] for i in _matching(chunk, made)]
 
 
 def _routed(
@@ -280,7 +278,7 @@ def _routed(
     if not any(p.requires_grad for p in chunk.parameters()):
         return []
     if _tp(groups, False) is not None or _tp(groups, True) is not None:
-        rules = [*_of_experts(chunk, rules, _tp(groups, True)), *rules]
+        rules = [*_of_experts(rules, _tp(groups, True)), *rules]
     made = param_groups(
         chunk,
         tp_group=_tp(groups, False),
@@ -288,7 +286,7 @@ def _routed(
         # Without a value, `param_groups` would choose an lr that depends on the matrices of this pipeline stage.
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,
         weight_decay=config.weight_decay,
-        overrides=[(rule.pattern, rule.options) for rule in rules],
+        overrides=[(rules[i].pattern, rules[i].options) for i in _matching(chunk, rules)],
         adjust_lr_fn=adjust_lr_fn,
     )
     out = []
