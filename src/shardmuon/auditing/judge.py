@@ -27,7 +27,7 @@ stages store. A stage is an additional operation on a matrix that a Muon variant
     increases the norm by a relative amount of up to `_LONGER`, so that elements are rounded differently even if all are
     equal (such as a matrix of ones). The effect of the larger norm is computed in exact arithmetic and subtracted, and
     only the remaining error counts. The border has the same width on all sides. If a faulty orthogonalizer mirrors its
-    result, the inner part is therefore the mirrored result itself, not a shifted copy.
+    result, the part of its result inside the border is therefore exactly mirrored, not shifted.
 
     The Newton-Schulz steps amplify rounding errors if a singular value is nearly zero: results can differ completely in
     the direction of the corresponding singular vector and hardly at all in other directions. So a difference is
