@@ -5,8 +5,8 @@ In the same arithmetic, the dense step can differ from the audited step only in 
 product can be rounded differently at different positions in a batch (see [Note: equal bits in batches] in
 orthogonalize/__init__.py). Both steps use the same orthogonalizers, so only a comparison with exact arithmetic
 (`Reference`) can find a broken orthogonalizer. This module does not use the code that plans a step, fills buckets,
-exchanges tensors or updates the momentum and the weights. The formulas for the post-processing stages of variants, such
-as NorMuon, are implemented from the papers, independently of the stages' code.
+exchanges tensors or updates the momentum and the weights. Its formulas for the stages that variants (such as NorMuon)
+add to a step are implemented from the papers, independently of the stages' code.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
