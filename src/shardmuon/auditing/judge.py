@@ -67,12 +67,12 @@ _Block = tuple[slice, slice]
 _Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # key of the weights' norm in dicts whose other keys belong to stages of variants
+_NORM = "norm"  # key of the norm of the weights in dicts whose other keys are those of a variant's stages
 _FIRST, _ALL = 2, 16  # number of perturbed runs: 2 at first, and 16 in total before a fault is reported
-_TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
+_TIMES = 3.0  # ratio of the allowed difference to the largest difference that perturbations cause
 # If the allowed relative difference exceeds this limit, a correct update cannot be distinguished from a wrong one.
 _BLIND = 0.5
-_SLACK = 0.2  # Tolerance for singular values. Rounding changes singular values, and raises the smallest ones most.
+_SLACK = 0.2  # Tolerance for singular values, which rounding changes. The smallest singular values increase most.
 _FEW = 4  # number of elements that a perturbed run moves by one spacing, to imitate a different order of summation
 # Maximum number of fp32 spacings by which a perturbed run scales all elements. With a maximum of 4, many runs would be
 # rounded identically.
@@ -270,7 +270,7 @@ class _Evidence:
 
     def spread(self, count: int) -> tuple[_Measure, float]:
         """Measure how much updates vary over `count` reordered runs. Return a function that measures a difference
-        relative to this variation, and the largest result of this function that is allowed.
+        relative to this variation, and the largest measure that rounding can explain.
 
         In every direction, the rounding error is assumed to be at least one spacing of the largest weight. If stages of
         the variant store values in fp32, the rounding error is also assumed to be at least one fp32 eps of the result:
@@ -286,8 +286,8 @@ class _Evidence:
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
         """Measure how much the orthogonalizer's error varies over `count` runs on a matrix with a larger norm. Return a
-        function that measures a difference relative to this variation, and the largest result of this function that is
-        allowed."""
+        function that measures a difference relative to this variation, and the largest measure that rounding can
+        explain."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
@@ -301,7 +301,7 @@ class _Evidence:
 
         Returns:
             A function that measures a difference relative to the differences that rounding causes, and the largest
-            result of this function that is allowed.
+            measure that rounding can explain.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -334,7 +334,7 @@ class _Evidence:
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
         stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
         for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
-            # Unexplained parts below 3% count as 3%, so that the first guess that leaves so little unexplained wins.
+            # Unexplained parts below 3% count as 3%, so that the first guess that leaves less than 3% unexplained wins.
             left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)
             if left < least and (after.norm() - norm).abs() <= most:
                 least, name, found = left, guess, text
@@ -457,8 +457,8 @@ def _judge_dense(e: _Evidence) -> None:
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
-    """Return the measured and the allowed difference. Do all perturbed runs only if the first few runs do not explain
-    the difference."""
+    """Return the measured and the allowed difference. To save time, do all perturbed runs only if the first few runs do
+    not explain the difference."""
     found = allowed = 0.0
     for count in (_FIRST, _ALL):
         measure, allowed = spread(count)

@@ -171,7 +171,7 @@ class StepAudit:
         return table
 
     def _listed(self) -> list[Listed]:
-        """List the parameters in the optimizer's groups that Muon updates at present.
+        """List the parameters that are currently in the optimizer's groups and updated by Muon.
 
         Raises:
             ValueError: The plan has a different number of parameters, or a parameter is shared with ranks that take no
@@ -350,7 +350,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Report replicas whose values differ. Collective over `ranks`."""
+        """Record a finding if the values of replicas differ. Collective over `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key

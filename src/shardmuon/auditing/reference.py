@@ -59,8 +59,8 @@ class Arithmetic:
         wire: Dtype to which the orthogonalizer's input and result are rounded when ranks send them to each other.
         weights, gradient: Dtypes of the parameter and of its gradient.
         momentum: Dtype in which the momentum is computed.
-        stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
-        device: Device on which the matrix is orthogonalized; None for the device that stores the matrix.
+        stored: Dtype of the stored momentum; int8 if momentum is stored as 8-bit codes.
+        device: Device on which the matrix is orthogonalized; None if this is the device that stores the matrix.
         rounding: Stream of random bits for stochastic rounding of half-precision weights, and the index of the matrix
             in its parameter. None if weights are rounded to nearest.
     """
@@ -97,7 +97,7 @@ class Arithmetic:
         self,
         buffer: Tensor,  # (rows, cols) momentum before the step, in a dtype at least as wide as in the audited step
         grad: Tensor,  # (rows, cols) gradient, in a dtype at least as wide as in the audited step
-    ) -> tuple[Tensor, Tensor]:  # (rows, cols) each, in the dtypes `momentum` and `wire`
+    ) -> tuple[Tensor, Tensor]:  # two (rows, cols) tensors, in the dtypes `momentum` and `wire`
         """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before any
         of the variant's stages have run.
 
@@ -168,8 +168,8 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the value that each stage on weights stores in its first step: the norm of the given weights. Return
-        a dict from stage key to a (1,) fp64 tensor."""
+        """Compute the value that each stage that runs on weights stores in its first step: the norm of the given
+        weights. Return a dict from stage key to a (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -299,8 +299,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor p(s) / s by which all steps together scale each singular direction of a matrix that was
-        divided by `longer` times its norm."""
+        """Compute the factor p(s) / s by which all Newton-Schulz steps together scale each singular direction of a
+        matrix, if the matrix is first divided by `longer` times its norm."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()

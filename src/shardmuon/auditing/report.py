@@ -1,5 +1,5 @@
-"""The schedule of audits, and the reports on audited steps. The schedule and the reports are identical on all ranks
-that share parameters."""
+"""Schedule of audits, and reports on audited steps. The schedule and the reports are identical on all ranks that share
+parameters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
-        """Make a finding with the remedy and severity of the named fault."""
+        """Make a finding. Its remedy and severity are those of the fault with the given name."""
         return cls(
             name, where, found, allowed, _REMEDIES[name], "warning" if name == "update_lost_to_rounding" else "error"
         )

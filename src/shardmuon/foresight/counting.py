@@ -35,7 +35,7 @@ class _Matrices(NamedTuple):
         rows, cols: Shape of each matrix.
         how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
         num: Number of matrices.
-        flops: Floating point operations to orthogonalize one matrix, as the planner counts them.
+        flops: Number of floating point operations that orthogonalizing one matrix takes, as counted by the planner.
     """
 
     rows: int
@@ -84,8 +84,8 @@ class BucketCount:
     """Work of one rank in one bucket.
 
     Attributes:
-        number: Index of the bucket in the plan, equal on all ranks that exchange the bucket's matrices; -1 if nothing
-            is exchanged.
+        number: Index of the bucket in the plan, which is the same on all ranks that exchange the bucket's matrices; -1
+            if nothing is exchanged.
         route: Way in which the bucket's matrices reach the ranks that orthogonalize them (see `plan.plan.Bucket`).
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes to which these ranks belong.
@@ -94,8 +94,8 @@ class BucketCount:
         held: Number of elements in the bucket whose momentum and weights this rank updates.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
-        foreign: Number of elements in `held` that this rank sends to other ranks, which orthogonalize them.
-        idle: Number of elements in `held` that another replica sends to be orthogonalized. This rank receives their
+        foreign: Number of elements in `held` that this rank sends to other ranks for orthogonalization.
+        idle: Number of elements in `held` that another replica sends for orthogonalization. This rank receives the
             results in the relay.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay, that is, an exchange that forwards results to other replicas.
@@ -194,7 +194,7 @@ def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
 def _counts(
     plan: Plan, number: int, bucket: Bucket, ways: Callable[[Item], _Ways], node_of: Callable[[int], int]
 ) -> Iterator[BucketCount]:
-    """Yield the work of each rank in a bucket. `number` is the bucket's index in the plan."""
+    """Yield the work of each rank in one bucket of the plan. `number` is the index of the bucket."""
     items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:
@@ -253,8 +253,8 @@ def _counts(
 
 
 def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the messages that send the state of post-processing stages, such as NorMuon's second moments, to the ranks
-    that store the state. A message is a tuple (exchange, sender, receiver, bytes).
+    """Yield the messages that carry the optimizer variant's state, such as NorMuon's second moments, to the ranks that
+    store the state. A message is a tuple (exchange, sender, receiver, bytes).
 
     Usually, the sender is the matrix's owner (the rank that orthogonalizes the matrix), and the exchange is "scatter".
     But the receiver may exchange none of its tiles (parts of the matrix) with the owner, because other replicas

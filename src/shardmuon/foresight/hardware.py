@@ -101,9 +101,9 @@ class _Known:
     Attributes:
         source: Origin of the number: an address, a datasheet or a command.
         verified: True if the number was taken directly from the source; False if the number is derived or second-hand.
-        rows: Aspect ratio of a matrix (long side / short side) -> rows sorted by size. The aspect ratio is 1 if the
-            table does not depend on it. Values between two rows are interpolated linearly in the logarithms of size and
-            value. A single number is stored as one row of size 1.
+        rows: Dict from the aspect ratio of a matrix (long side / short side) to rows sorted by size. The only key is 1
+            if the table does not depend on the aspect ratio. Values between two rows are interpolated linearly in the
+            logarithms of size and value. A single number is stored as one row of size 1.
         slope: Behavior beyond the last size: 0 if the value stays constant (such as a rate), 1 if the value grows in
             proportion to the size (such as the time of an exchange).
     """
@@ -125,8 +125,8 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # With slope 1, the value is a time: it grows with the size beyond the last size. Below the first size, it is
-        # constant, because latency dominates the time of short operations.
+        # A value with slope 1 is a time. Beyond the last size, the time grows with the size. Below the first size, the
+        # time is constant, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
@@ -164,7 +164,7 @@ class Hardware:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """List the names of the machines whose hardware files come with the package."""
+        """List the names of the machines whose hardware files are part of the package."""
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
     @classmethod
@@ -250,12 +250,12 @@ class Rates:
     extrapolated: dict[str, None] = field(default_factory=dict)
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
-        """Look up a number, or a table's value at a size, as (best, middle, worst). If the size is beyond the table's
-        ends, the lookup is recorded in `extrapolated` under the description `where`, unless `where` is empty."""
+        """Look up a number, or a table's value at a size, and return it as (best, middle, worst). If the size is beyond
+        the table's ends, record the lookup in `extrapolated` under the description `where`, unless `where` is empty."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        # The best value is the least value of a time, and the largest value of a rate.
+        # For a time, the smallest value is the best; for a rate, the largest value is the best.
         is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))
         return found if is_time else found[::-1]
 
@@ -266,7 +266,7 @@ class Rates:
             rows, cols: Shape of each matrix.
             how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
             count: Number of matrices.
-            flops: Floating point operations to orthogonalize one matrix.
+            flops: Number of floating point operations that orthogonalizing one matrix takes.
         """
         if not flops or not count:
             return np.zeros(3)
@@ -324,7 +324,7 @@ class Rates:
         Args:
             what: Kind of pass, a key of `_BYTES_MOVED`.
             elements: Total number of elements.
-            fragment: Mean number of elements in a fragment, which is the part of a matrix that a rank holds.
+            fragment: Mean number of elements in a fragment, that is, in the part of a matrix that a rank holds.
             wire_bytes: Number of bytes per element in the buffers that are sent or received.
         """
         if not elements:

@@ -216,7 +216,7 @@ def _parameters_of(
 
 
 def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
-    """Find the dim along which tensor parallelism shards a parameter, from the name of its module.
+    """Infer the dim along which tensor parallelism shards a parameter from the name of the parameter's module.
 
     Args:
         name: Name of the parameter.
@@ -284,7 +284,8 @@ class _Unit(NamedTuple):
             of_kind += numel
             stored += numel
             scales += num_scales * param.use_muon
-        if self.stepped:  # a flat buffer belongs to one optimizer group, so either Muon or AdamW updates all of it
+        # A flat buffer belongs to one optimizer group, so either Muon or AdamW updates the whole buffer.
+        if self.stepped:
             found[0 if self.placed[0][0].use_muon else 1] = self.stepped
             found[2] = self.stepped * len(self.ranks)
         return found
@@ -303,7 +304,7 @@ def _held(layout: ParamLayout) -> NDArray[np.int64]:
 
 
 def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
-    """Split the parameters of a job into units, which are planned separately ([Note: units]).
+    """Split the parameters of a job into units, which are planned separately (see [Note: units]).
 
     Args:
         params: Trainable parameters, in the order of the optimizer's groups.
@@ -324,9 +325,8 @@ def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
 def _stages_of(params: Sequence[_Param], mesh: _Mesh) -> list[list[_Param]]:
     """Divide parameters among pipeline stages.
 
-    Layers are divided evenly. If there is a remainder, each of the first stages gets one layer more than each of the
-    last stages. The first stage also gets the parameters that come before the layers, and the last stage those that
-    come after the layers.
+    Layers are divided evenly; if there is a remainder, each of the first stages gets one additional layer. The first
+    stage also gets the parameters that come before the layers, and the last stage those that come after the layers.
     """
     if mesh.pp == 1:
         return [list(params)]
@@ -459,7 +459,7 @@ class _RankClass:
         stage: Index of the ranks' pipeline stage.
         stored: Bytes stored between steps.
         buckets: Work in each bucket, in the order in which the buckets run.
-        muon_elements: Number of elements that Muon updates on a rank. Replicated elements count on every rank.
+        muon_elements: Number of elements that Muon updates on a rank. Replicated elements are counted on every rank.
         adamw_elements: Number of elements that AdamW updates on a rank.
         votes: Number of votes before a step. In a vote, ranks that exchange data with each other agree to take the
             step.
@@ -480,7 +480,7 @@ class _RankClass:
 
     @property
     def flops(self) -> int:
-        """Number of floating point operations with which a rank orthogonalizes matrices in one step."""
+        """Number of floating point operations that a rank spends on orthogonalization in one step."""
         return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
@@ -520,7 +520,7 @@ class Exact:
     Attributes:
         model: Name of the model, for reports.
         source: Origin of the model's shapes: an address, a file or a function.
-        muon_params, adamw_params: Number of the model's elements that Muon updates, and that AdamW updates. Tied
+        muon_params, adamw_params: Numbers of parameter elements that Muon and AdamW update, respectively. Tied
             parameters count once.
         mesh: Arrangement of the job's ranks.
         classes: Classes of ranks that store the same number of bytes and do the same amount of work, sorted by the
@@ -570,7 +570,7 @@ class Exact:
             gpus_per_node: Number of ranks on a node.
             device: Type of torch device: "cuda" or "cpu".
             weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
-            machine: Machine whose speed decides how matrices are divided into buckets. Default: an H100, or a CPU if
+            machine: Machine whose speed determines how matrices are divided into buckets. Default: an H100, or a CPU if
                 `device` is "cpu".
             active_params: Number of parameter elements used per token. Default: the preset's number. For a model that
                 is not a preset, the default is the number of all elements except embeddings, or 0 (unknown) if the

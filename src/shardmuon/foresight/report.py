@@ -54,7 +54,7 @@ class Time(NamedTuple):
     """An uncertain number (usually a time in seconds), given as an interval with a middle value.
 
     Attributes:
-        lo: Least value.
+        lo: Smallest value.
         mid: Middle value: the most likely value, or the median if times were measured.
         hi: Largest value.
     """
@@ -76,7 +76,7 @@ def _seconds(*values: float) -> str:
 def _scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
     """Format numbers with a common unit, such as "1.2 .. 3.4 ms".
 
-    The unit is the largest one in which the last number is at least 1. Numbers from 100 up are rounded to whole
+    The unit is the largest one in which the last number is at least 1. Numbers of at least 100 are rounded to whole
     numbers, and smaller numbers to three significant digits.
 
     Args:
@@ -110,7 +110,7 @@ def plan(
     Args:
         model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (preferably on the meta device).
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
-        gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+        gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
         gpus_per_node: Number of ranks on one node, which are connected by fast links. Default: the number in the
             hardware file.
@@ -168,7 +168,7 @@ class Price:
         ends: Dict from rank to the time in seconds at which the rank finishes the step, with every uncertain factor at
             its middle value. The dict has one rank of each class of ranks that do equal work.
         tokens: Number of tokens in a training step, over all ranks; None if unknown.
-        adamw: Seconds that a step takes in which AdamW updates all parameters, on the rank with the most elements.
+        adamw: Seconds that a step would take on the rank with the most elements if AdamW updated all parameters.
         training: Seconds that the forward and backward pass of a training step take, estimated from the model's FLOPs
             per token and the fraction of the peak that training reaches; None if the number of tokens is unknown.
         unverified: Dict from name to source, for each hardware number that was used although nobody has checked it.
@@ -197,8 +197,8 @@ class Price:
             tokens: Number of tokens in a training step, over all ranks. If it is given, `training` is estimated.
 
         Raises:
-            ValueError: The hardware file lacks a number that the plan needs, `tokens` is not a number above 0, or
-                `tokens` is given but the number of active parameters is unknown.
+            ValueError: The hardware file lacks a number that the plan needs, `tokens` is not a positive finite number,
+                or `tokens` is given although the number of active parameters is unknown.
         """
         if tokens is not None and not 0 < tokens < math.inf:
             raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
@@ -230,7 +230,7 @@ class Price:
 
         Args:
             plan: Plan of an existing optimizer, or a plan constructed by hand.
-            gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+            gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
             gpus_per_node: Number of ranks on one node, which are connected by fast links. Default: the number in the
                 hardware file.
 
@@ -266,8 +266,8 @@ class _Pricer:
     is a set of ranks that do equal work.
 
     Attributes:
-        _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes have
-            the same index.
+        _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes
+            share one index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
         _first: Dict from uncertain factor to the part of the time before the first bucket that depends on the factor,
             in seconds.
@@ -399,8 +399,8 @@ def _group(stage: int, bucket: BucketCount) -> _Key:
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
-    """Estimate the number of fragments (parts of matrices) that a rank holds in each bucket, and return a dict with the
-    buckets' keys. A rank is assumed to hold one fragment of each matrix that is sharded over its group of ranks."""
+    """Estimate how many fragments (parts of matrices) a rank holds in each bucket, and return a dict from bucket key to
+    this number. A rank is assumed to hold one fragment of each matrix that is sharded over its group of ranks."""
     owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
     for rank in exact.classes:
         for bucket in rank.buckets:
@@ -431,7 +431,7 @@ class Report:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """Extra time of a training step with Muon, as fractions of the time of a training step with AdamW: (least,
+        """Extra time of a training step with Muon, as fractions of the time of a training step with AdamW: (smallest,
         middle, largest). All three are zero if the number of tokens is unknown.
 
         Both optimizers' memory traffic depends on the same uncertain factors. For this reason, the lower ends of the
@@ -447,7 +447,7 @@ class Report:
         )
 
     def html(self) -> str:
-        """Render the report as a self-contained HTML page. The page adapts to the browser's light or dark mode."""
+        """Render the report as a self-contained HTML page that adapts to the browser's light or dark mode."""
         from jinja2 import Environment  # jinja2 is always installed, because torch depends on it.
 
         page = Path(__file__).parent / "data" / "report.html"

@@ -180,7 +180,7 @@ class _DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-        self._options: list[dict[str, Any]] = []  # options of each group in its last step
+        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
         # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
         self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
@@ -286,7 +286,7 @@ class _DeepSpeedHost(Host):
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Any) -> list[Weight]:
-        """List this rank's parts of parameters in all flat buffers, including AdamW's flat buffers.
+        """List this rank's parts of parameters in all flat buffers, including those that AdamW updates.
 
         Raises:
             ValueError: A flat buffer has been swapped to files, so its weights are not in memory.
@@ -374,7 +374,7 @@ class _DeepSpeedHost(Host):
             )
 
     def _attach(self, core: Any) -> None:
-        """Make a `_Flat` for every flat buffer, after checking DeepSpeed's version and options."""
+        """Make a `_Flat` for every flat buffer, after checking DeepSpeed's version and the options."""
         _check_version()
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
@@ -384,8 +384,8 @@ class _DeepSpeedHost(Host):
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
-        """Create the missing state of a flat buffer, filled with zeros. All state must exist once the first flat buffer
-        has been stepped, because DeepSpeed looks for state only at that time.
+        """Create the missing state of a flat buffer, filled with zeros. All state must exist by the time the first flat
+        buffer has been stepped, because DeepSpeed looks for state only then.
 
         Raises:
             ValueError: The loaded momentum does not have the shape of the flat buffer.
@@ -586,7 +586,7 @@ def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
 
 def _refuse_copies() -> None:
     """Raise ValueError for ZeRO stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The
-    copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would be mistaken for a whole matrix."""
+    copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would be treated as a whole matrix."""
     raise ValueError(
         f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
         "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "

@@ -103,7 +103,7 @@ def get_megatron_optimizer(
     options = _options(config, muon_options)
     given, listed, matched = list[Rule](), list[dict[str, Any]](), set[int]()
     distributed, fault = bool(config.use_distributed_optimizer), Fault()
-    with fault:  # Catch an error on this rank; `_aligned` then raises the error on all ranks.
+    with fault:  # Catch an error on this rank, so that `_aligned` can raise the error on all ranks.
         given = Rule.parse(overrides)
         _check(config, model_chunks, options)
         for chunk in model_chunks:

@@ -43,7 +43,7 @@ def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tup
     bucket b + 1 are not those of bucket b, the relay of b is posted before that wait.
 
     Args:
-        relays: For each bucket of this rank, in the plan's order, True if the bucket has a relay.
+        relays: One bool for each bucket of this rank, in the plan's order: True if the bucket has a relay.
         sets: The ranks of each bucket; empty if all buckets have the same ranks.
     """
     num = len(relays)

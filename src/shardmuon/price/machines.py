@@ -1,4 +1,4 @@
-"""Throughputs and latencies of machines, which the planner uses to estimate times. All numbers are integers, so all
+"""Throughput and latency data of machines, from which the planner estimates times. All numbers are integers, so all
 ranks compute equal estimates and choose the same plan."""
 
 from __future__ import annotations
