@@ -90,7 +90,7 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
 
     Args:
         text: ``axis=size`` pairs separated by spaces or commas; omitted axes have size 1.
-        engine: "torch" or "zero", see `_Mesh`.
+        engine: "torch" or "zero" (see `_Mesh`).
         gpus_per_node: Number of ranks on a node.
 
     Raises:
