@@ -1,9 +1,9 @@
-"""Audit live steps: compare a step with a dense (unsharded) reference step, and name any fault.
+"""Audit optimizer steps: compare a step with a dense (unsharded) reference step, and name any fault.
 
 `audit` requests an audit of the next step, and `Muon(audit_every=N)` audits every N-th step. The module `live` runs an
 audit: it rebuilds the layout table and assembles whole matrices from their shards. The module `reference` computes the
-step of each whole matrix in the arithmetic of the live step and in exact arithmetic. The module `judge` compares the
-results, decides which differences rounding explains, and finds the causes of the other differences.
+step of each whole matrix, once in the arithmetic of the audited step and once in exact arithmetic. The module `judge`
+compares the results, decides which differences rounding can explain, and finds the causes of all other differences.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
 def audit(optimizer: Any, samples: int = 8) -> PendingAudit:
-    """Request an audit of the optimizer's next step against a dense reference. All ranks that share parameters,
-    directly or through other ranks, must call `audit`.
+    """Request an audit that compares the optimizer's next step with a dense (unsharded) reference. All ranks that share
+    parameters, directly or through other ranks, must call `audit`.
 
     Args:
-        optimizer: The `shardmuon.Muon` whose next `step()` is audited. That step raises no error for findings.
+        optimizer: The `shardmuon.Muon` whose next `step()` is audited. The audit reports faults but does not raise
+            errors for them.
         samples: Number of matrices to compare in each set of ranks that shares parameters. Successive audits sample
             different matrices.
 
     Returns:
-        The pending audit. Its `report` is available after the step and is the same on all of these ranks.
+        The pending audit. Its `report` is available after the step and is identical on all ranks that share parameters.
 
     Raises:
-        ValueError: `samples` is not a positive int, or DeepSpeed steps the optimizer.
+        ValueError: `samples` is not a positive int, or the optimizer is stepped by DeepSpeed.
 
     Examples:
         >>> import torch

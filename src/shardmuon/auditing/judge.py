@@ -1,46 +1,47 @@
-"""Judge the step of one matrix: the update of its weights, its momentum, and the values that a variant's stages store.
-A variant, such as NorMuon, adds stages to the step of a matrix.
+"""Judge the optimizer step of one matrix: the update of its weights, its momentum, and the values that a variant's
+stages store. A stage is an additional operation on a matrix that a Muon variant (such as NorMuon) adds to the step.
 
 [Note: two comparisons]
-    The first comparison is between the applied update and the dense result, which is the same arithmetic run on the
-    whole matrix. The two can differ only in the order of sums, so they are nearly always bitwise equal. This comparison
-    finds faults in the inputs, the communication, the scale and the update of the weights. The second comparison is
-    between the dense result and exact arithmetic. It finds a faulty orthogonalizer. The audit measures on the matrix
-    itself how much rounding can change either result ([Note: the shake]).
+    The first comparison is between the applied update and the dense result, which is computed with the same arithmetic
+    on the whole matrix. The two can differ only in the order of summation, so they are nearly always bitwise equal.
+    This comparison finds faults in the inputs, the communication, the scale and the update of the weights. The second
+    comparison is between the dense result and exact arithmetic. It finds a faulty orthogonalizer. For each matrix, the
+    audit measures how much rounding can change either result (see [Note: the shake]).
 
 [Note: the shake]
-    The same arithmetic runs on several slightly perturbed ("shaken") versions of the input. The spread of the results
-    shows how large a difference rounding can explain for this matrix, so the audit needs no theory of dtypes, methods,
-    schedules or spectra. A spacing is the distance between neighboring floating-point numbers.
+    The computation is repeated on several slightly perturbed ("shaken") versions of the input. The spread of the
+    results shows how large a difference rounding can explain for the matrix, so the audit needs no error analysis for
+    each dtype, method, coefficient schedule and spectrum. A spacing is the distance between neighboring floating-point
+    numbers.
 
-    For the comparison with the live step, each run permutes rows and columns, which reorders the sums; moves a few
-    elements by one spacing; and scales all elements together by at most `_TOGETHER` spacings of fp32. The scaling is
-    needed in two cases. First, a live stage can divide by norms once where the dense stage divides twice. Second, if
-    all elements are equal (a matrix of ones), they all round in the same way, so a permutation changes no sum, whereas
-    the live step can split its batched sums differently and get other results. Each run also applies its result to the
-    weights as the step does, so the spread includes the rounding in a variant's stages and in low-precision weights.
+    For the comparison with the audited step, each run permutes rows and columns, which reorders the sums; moves a few
+    elements by one spacing; and scales all elements by a common factor, which moves each of them by at most `_TOGETHER`
+    fp32 spacings. The scaling is needed in two cases. First, a stage in the audited step can divide by norms once where
+    the formula in the dense step divides twice. Second, if all elements are equal (such as a matrix of ones), all of
+    them are rounded in the same way, so a permutation changes no sum, whereas the audited step can split its batched
+    sums differently and get different results. Each run also applies its result to the weights as the step does, so the
+    spread includes rounding in a variant's stages and in low-precision weights.
 
     For the comparison with exact arithmetic, each run moves every element by up to one spacing, so that every product
-    rounds differently. It also adds a border to the matrix that is zero except for two corners. The border makes the
-    norm larger by a relative amount of up to `_LONGER`, so that elements round differently even if all are equal (a
-    matrix of ones). Exact arithmetic gives the effect of the larger norm, and only the remaining error counts. The
-    border surrounds the matrix, so that an orthogonalizer that mirrors its result is compared with the same mirrored
-    result, not with a shifted one.
+    is rounded differently. Each run also adds a border to the matrix that is zero except for two corners. The border
+    increases the norm by a relative amount of up to `_LONGER`, so that elements are rounded differently even if all are
+    equal (such as a matrix of ones). The effect of the larger norm is computed in exact arithmetic and subtracted, and
+    only the remaining error counts. The border has the same width on all sides. If a faulty orthogonalizer mirrors its
+    result, the part of its result inside the border is therefore exactly mirrored, not shifted.
 
-    The Newton-Schulz steps amplify rounding where a singular value is nearly zero: results can differ completely in the
-    direction of that singular value and hardly at all in other directions. So a difference is measured along each left
-    singular vector of the reference. In each direction, the length of the difference is divided by the root mean square
-    of the lengths of the differences that shaking causes. Only the largest of these ratios counts. It is divided by the
-    largest ratio that the same calculation gives for the result itself. In each direction, the rounding error is taken
-    to be at least one spacing of the result.
+    The Newton-Schulz steps amplify rounding errors if a singular value is nearly zero: results can differ completely in
+    the direction of the corresponding singular vector and hardly at all in other directions. So a difference is
+    measured along each left singular vector of the reference. In each direction, the length of the difference is
+    divided by the root mean square of the lengths of the differences that perturbations cause. Only the largest of
+    these ratios counts. To make it relative, it is divided by the largest ratio that the same calculation gives for the
+    result itself. In each direction, the rounding error is assumed to be at least one spacing of the result.
 
 [Note: naming a fault]
     The audit simulates known faults. A guess consists of the name of a fault, a description, and the (rows, cols) fp64
-    weights that a step with this fault would produce. A guess explains the wrong update if it leaves only a small
-    fraction of the update unexplained, and only a small fraction of the update's difference from the dense reference.
-    Both fractions are measured by direction, as in [Note: the shake]. The first guess that leaves almost nothing
-    unexplained names the fault. If no guess leaves so little, the guess that leaves the least unexplained names the
-    fault.
+    weights that a step with this fault would produce. A guess explains the wrong update if the part of the update that
+    it leaves unexplained is small compared both with the update and with the update's difference from the dense
+    reference. These sizes are measured by direction, as in [Note: the shake]. The fault gets the name of the first
+    guess that leaves almost nothing unexplained, or else of the guess that leaves the least unexplained.
 """
 
 from __future__ import annotations
@@ -63,36 +64,43 @@ from shardmuon.variants import AfterStage, BeforeStage, WeightStage, keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Kept = Mapping[str, Tensor]  # dict from the key of a stage to the values that the stage stores
+_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores
 _Measure = Callable[[Tensor], float]
 _MATRICES = ("weights", "momentum", "gradient")
-_NORM = "norm"  # dict key of the norm of the weights; all other keys belong to stages that store values
-_FIRST, _ALL = 2, 16  # numbers of perturbed runs: 2 at first, and 16 in total before a fault is reported
-_TIMES = 3.0  # allowed difference, as a multiple of the largest difference that perturbations cause
-_BLIND = 0.5  # largest allowed difference at which a correct update can still be distinguished from a wrong one
-_SLACK = 0.2  # Tolerance for singular values. Rounding changes singular values, and raises the smallest ones most.
-_FEW = 4  # number of elements that a perturbed run moves by one spacing, as a different order of sums would
-_TOGETHER = 64  # maximum number of spacings by which all elements move together; at 4, many runs would round equally
+_NORM = "norm"  # key of the norm of the weights in dicts whose other keys are those of a variant's stages
+_FIRST, _ALL = 2, 16  # number of perturbed runs: 2 at first, and 16 in total before a fault is reported
+_TIMES = 3.0  # ratio of the allowed difference to the largest difference that perturbations cause
+# If the allowed relative difference exceeds this limit, a correct update cannot be distinguished from a wrong one.
+_BLIND = 0.5
+_SLACK = 0.2  # Tolerance for singular values, which rounding changes. The smallest singular values increase most.
+_FEW = 4  # number of elements that a perturbed run moves by one spacing, to imitate a different order of summation
+# Maximum number of fp32 spacings by which a perturbed run scales all elements. With a maximum of 4, many runs would be
+# rounded identically.
+_TOGETHER = 64
 _LONGER = 1 / 16  # largest relative increase of the norm in a perturbed run
-_OWN = 1e-9  # relative error of the reference, which squares singular values in a Gram matrix and so loses small values
-_CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound derived in `_judge_momentum`, which doubles this number
+# relative error of the reference, which is inaccurate for small singular values because it squares them in a Gram
+# matrix
+_OWN = 1e-9
+# Half of the bound on the rounding error of 8-bit codes, which is derived in `_judge_momentum`. That function doubles
+# this number.
+_CODE_STEP = 2 / 127 * 6.2**0.5 / 2
 _EPS = torch.finfo(torch.float32).eps
-# Number of roundings: of a norm, of its stored value, of the factor computed from the norm, and of the product of the
+# Number of values that are rounded: a norm, its stored value, the factor computed from the norm, and the product of the
 # factor and an element.
 _ROUNDINGS = 4
 _Guess = tuple[str, str, Tensor]
 
 
 class _StepWith(NamedTuple):
-    """The step of one matrix, computed from a given result of the orthogonalizer.
+    """Step of one matrix, computed from a given result of the orthogonalizer.
 
     Attributes:
-        staged: (rows, cols) fp64 update, after all stages that change updates.
+        staged: (rows, cols) fp64 update, after all of the variant's stages that change updates.
         updated: (rows, cols) weights after the update and before the stages that change weights, in the weights' dtype.
         after: (rows, cols) fp64 weights after the stages that change weights.
         factor: Factor by which the stages after the orthogonalizer scale the update.
-        on_weights: Factor by which the stages on weights scale the weights.
-        numbers: Values that stages store after the step, and the norm of the weights if a stage controls that norm.
+        on_weights: Factor by which the stages that change weights scale the weights.
+        numbers: Values that the stages store after the step, and the norm of the weights if a stage controls this norm.
     """
 
     staged: Tensor
@@ -104,29 +112,30 @@ class _StepWith(NamedTuple):
 
 
 class _Evidence:
-    """One whole matrix before and after a live step, the arithmetic of that step, and the dense reference step.
+    """One whole matrix before and after the audited step, the arithmetic of that step, and the dense reference step.
 
     Args:
-        row: The matrix's row of the report; `judge` fills in the results.
+        row: The matrix's row in the report; `judge` fills in the results.
         arithmetic: The arithmetic of the matrix's step.
-        blocks: Rectangles of the matrix, each stored on one rank.
-        whole: Quantity -> (2, n) fp64 values before and after the step. Quantities are "weights", "momentum",
-            "gradient", and the key of each stage that stores values.
+        blocks: Rectangular parts of the matrix, each stored on one rank.
+        whole: Dict from quantity to (2, n) fp64 values, which are the values before and after the step. Quantities are
+            "weights", "momentum", "gradient", and the key of each stage of a variant that stores values.
 
     Attributes:
-        before, after: The quantities before and after the step: matrices as (rows, cols), values of stages as (n,).
+        before, after: The quantities before and after the step. Matrices have the shape (rows, cols), and values that
+            stages store have the shape (n,).
         findings: Faults found so far.
-        wrong: Faults whose causes are still unknown. Each has the name that it keeps if no known cause is found.
+        wrong: Faults whose causes are still unknown. Each has a name that it keeps if no known cause is found.
         momentum: Expected momentum after the step, (rows, cols).
-        given: The orthogonalizer's input before any stage, (rows, cols).
-        fed: The orthogonalizer's input after the stages that run before the orthogonalizer, (rows, cols).
+        given: The orthogonalizer's input before any of the variant's stages have run, (rows, cols).
+        fed: The orthogonalizer's input after the stages that precede the orthogonalizer, (rows, cols).
         reference: The reference in exact arithmetic.
         exact: The reference's result, (m, n) fp64, in the basis of the reference's left singular vectors.
-        dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the live step.
-        step: The step of the weights computed from `dense`.
-        update: The orthogonalizer's result, recovered from the live weights before and after the step.
-        arrived: The orthogonalizer's result, recovered from the weights of `step` as `update` is from the live weights.
-            It equals `dense` up to the precision of the weights.
+        dense: The orthogonalizer's result for the whole matrix, in the arithmetic of the audited step.
+        step: The step that is computed from `dense`.
+        update: The orthogonalizer's result, recovered from the actual weights before and after the audited step.
+        arrived: The orthogonalizer's result, recovered from the weights in `step` in the same way as `update` from the
+            actual weights. It equals `dense` up to the precision of the weights.
     """
 
     def __init__(self, row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> None:
@@ -137,7 +146,7 @@ class _Evidence:
             for at in (0, 1)
         )
         for key, norm in arithmetic.norms(self.before["weights"]).items():
-            if not self.before[key]:  # if no norm or the norm 0 is stored, the step uses the norm of the weights
+            if not self.before[key]:  # If the stored norm is missing or 0, the step uses the norm of the weights.
                 self.before[key] = norm
         self.scale = lr_scale(self.settings.adjust_lr_fn, *self.shape)
         self.row = replace(row, status="fault")
@@ -158,15 +167,16 @@ class _Evidence:
             self.say(name, found, f"{allowed:.1e}")
 
     def suspect(self, name: str, found: str, allowed: float) -> None:
-        """Record that the update or its effect differs from the dense result. `find_cause` later determines why."""
+        """Record that the update, or the norm of the weights after the update, differs from the dense result.
+        `find_cause` later determines the cause."""
         text = f"{allowed:.1e} ({self.row.arithmetic}, this matrix shaken)"
         self.wrong.append(Finding.of(name, self.row.name, found, text))
 
     # --------------------------------------------------------------------------------------------- the dense step
 
     def run(self) -> None:
-        """Compute the dense reference step in the arithmetic of the live step, and the orthogonalizer's result in exact
-        arithmetic."""
+        """Compute the dense reference step in the arithmetic of the audited step, and the orthogonalizer's result in
+        exact arithmetic."""
         self.reference = Reference(self.fed, self.settings.coefficients, self.arithmetic.choice.method)
         self.exact = self.reference.ratios().unsqueeze(1) * self.reference.coords
         self.dense = self.arithmetic.orthogonalized(self.fed)
@@ -174,11 +184,13 @@ class _Evidence:
         self.update, self.arrived = self.recovered(self.after["weights"]), self.recovered(self.step.after)
 
     def stepped(self, result: Tensor, factor: Tensor | None = None) -> _StepWith:
-        """Step the weights with a given result of the orthogonalizer, including stages, weight decay and rounding.
+        """Step the weights with a given result of the orthogonalizer, including the variant's stages, weight decay and
+        rounding.
 
         Args:
             result: The orthogonalizer's result, (rows, cols) fp64.
-            factor: Replacement for the factor that the stages after the orthogonalizer would compute.
+            factor: Factor to use instead of the one that the stages after the orthogonalizer would compute. Default:
+                compute it.
         """
         a, kept = self.arithmetic, self.before
         if factor is None:
@@ -190,12 +202,14 @@ class _Evidence:
         return _StepWith(result, updated, after, factor, on_weights, self.numbers({**kept, "weights": after}))
 
     def numbers(self, values: Mapping[str, Tensor]) -> _Kept:
-        """Return the values that stages store, and the norm of the weights if a stage controls that norm."""
+        """Return the values that the variant's stages store, and the norm of the weights if a stage controls this
+        norm."""
         found = {stage.key: values[stage.key] for stage in keeping(self.settings.stages)}
         return {**found, _NORM: values["weights"].norm()} if self.arithmetic.weight_stages else found
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
-        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages were correct."""
+        """Recover the orthogonalizer's result from the weights after a step, assuming that all stages of the variant
+        ran correctly."""
         step, before = self.step, self.before["weights"]
         found = self.arithmetic.recovered_update(before, after / step.on_weights, self.scale, step.staged)
         return found / step.factor
@@ -203,18 +217,19 @@ class _Evidence:
     # ------------------------------------------------------------------------------------------------- the shake
 
     def shaken(self, shake: Callable[[Generator], _T], count: int) -> list[_T]:
-        """Return the results of `count` perturbed runs ([Note: the shake]). The function `shake` does one run with a
-        seeded generator. Runs are cached, so only new runs are computed."""
+        """Return the results of `count` perturbed runs (see [Note: the shake]). The function `shake` does one run with
+        a seeded generator. Results are cached, so only new runs are computed."""
         runs: list[_T] = self._runs[shake.__name__]
         runs += [shake(Generator().manual_seed(seed)) for seed in range(len(runs), count)]
         return runs[:count]
 
     def reordered(self, generator: Generator) -> tuple[Tensor, _Kept]:
-        """Run the dense step with permuted rows and columns and perturbed elements ([Note: the shake]).
+        """Run the dense step with permuted rows and columns and with perturbed elements (see [Note: the shake]).
 
         Returns:
-            A tensor of shape (m,), the norms of the difference between this run's update and the dense update along
-            the left singular vectors of the reference; and the values that the variant's stages store after the step.
+            A tuple of two items. The first is a tensor of shape (m,): the length, along each left singular vector of
+            the reference, of the difference between this run's update and the dense update. The second is a dict with
+            the values that the variant's stages store after the step.
         """
         x = self.fed.to(torch.float64, copy=True)
         few = torch.randint(x.numel(), (_FEW,), generator=generator)
@@ -227,12 +242,12 @@ class _Evidence:
         return _lengths(self.seen(self.recovered(step.after) - self.arrived)), step.numbers
 
     def enlarged(self, generator: Generator) -> Tensor:
-        """Run the orthogonalizer with each element moved by up to one spacing, and with a larger norm ([Note: the
-        shake]).
+        """Run the orthogonalizer on the matrix with a larger norm and with each element moved by up to one spacing (see
+        [Note: the shake]).
 
         Returns:
-            The length (m,), along each left singular vector of the reference, of the difference between two errors
-            against exact arithmetic: the error of this run and the error of the dense result.
+            A tensor of shape (m,): the length, along each left singular vector of the reference, of the difference
+            between the errors of this run and of the dense result, both relative to exact arithmetic.
         """
         nudges = torch.rand(self.fed.shape, generator=generator, dtype=self._wide).mul_(2).sub_(1)
         x = nudges.to(self.fed.device).mul_(self._eps).add_(1).mul_(self.fed)
@@ -240,7 +255,7 @@ class _Evidence:
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
         bordered = torch.nn.functional.pad(x, (1, 1, 1, 1))
         bordered[0, 0] = bordered[-1, -1] = norm * math.sqrt((longer**2 - 1) / 2)
-        # method "torch" divides a matrix by at least TORCH_EPS
+        # The method "torch" divides the matrix by its norm or by TORCH_EPS, whichever is larger.
         least = TORCH_EPS if self.arithmetic.choice.method == "torch" else 0.0
         shorter = self.reference.ratios(max(longer * norm, least) / max(norm, least))
         less = (self.reference.ratios() - shorter).unsqueeze(1) * self.reference.coords
@@ -249,17 +264,18 @@ class _Evidence:
         return _lengths(difference + less.to(difference))
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """Express a matrix in the basis of the reference's left singular vectors. The result has the dtype of matrix
-        products, but at least the precision of fp32."""
+        """Express a matrix in the basis of the reference's left singular vectors. The result has the dtype of the
+        matrix products, or fp32 if that dtype is less precise than fp32."""
         return self.reference.seen(matrix.to(self._wide))
 
     def spread(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much updates vary over `count` reordered runs. Returns a function that measures a difference
-        relative to this variation, and the largest measure that is allowed.
+        """Measure how much updates vary over `count` reordered runs. Return a function that measures a difference
+        relative to this variation, and the largest measure that rounding can explain.
 
-        The rounding error is taken to be at least one spacing of the largest weight in every direction. If stages store
-        values in fp32, the rounding error is also taken to be at least one fp32 eps of the result: up to four roundings
-        can change a stored value by two eps, and the square root of that value scales a row or column of the result.
+        In every direction, the rounding error is assumed to be at least one spacing of the largest weight. If stages of
+        the variant store values in fp32, the rounding error is also assumed to be at least one fp32 eps of the result:
+        up to four roundings can change a stored value by two eps, and the square root of this value scales a row or
+        column of the result.
         """
         spacing = torch.finfo(self.arithmetic.weights).eps * float(self.step.after.abs().amax())
         expected = self.seen(self.arrived)
@@ -269,22 +285,23 @@ class _Evidence:
         return self._beside([lengths for lengths, _ in self.shaken(self.reordered, count)], expected, least)
 
     def orthogonalizer(self, count: int) -> tuple[_Measure, float]:
-        """Measure how much the orthogonalizer's error varies over `count` runs with a larger norm. Returns a function
-        that measures a difference relative to this variation, and the largest measure that is allowed."""
+        """Measure how much the orthogonalizer's error varies over `count` runs on a matrix with a larger norm. Return a
+        function that measures a difference relative to this variation, and the largest measure that rounding can
+        explain."""
         return self._beside(self.shaken(self.enlarged, count), self.exact)
 
     def _beside(self, lengths: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[_Measure, float]:
-        """Compare differences with those that rounding causes ([Note: the shake]).
+        """Make a function that compares a difference with the differences that rounding causes (see [Note: the shake]).
 
         Args:
-            lengths: For each perturbed run, the length (m,) of its difference along each left singular vector of the
-                reference.
-            expected: The result without perturbation, in the basis of these vectors.
-            least: Smallest rounding error to assume along any of these vectors.
+            lengths: One tensor of shape (m,) for each perturbed run: the length of the run's difference along each left
+                singular vector of the reference.
+            expected: The result without perturbations, in the basis of the left singular vectors.
+            least: Smallest rounding error to assume along any of the left singular vectors.
 
         Returns:
             A function that measures a difference relative to the differences that rounding causes, and the largest
-            measure that is allowed.
+            measure that rounding can explain.
         """
         own, shaken = _lengths(expected), torch.stack(list(lengths))
         floor = (self._eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
@@ -296,27 +313,28 @@ class _Evidence:
     # ------------------------------------------------------------------------------------------- naming a fault
 
     def find_cause(self, others: Sequence[_Evidence]) -> None:
-        """Find out why the update or the norm of the weights differs from the dense reference step, and record the
-        fault ([Note: naming a fault]).
+        """Find out why the update or the norm of the weights differs from that of the dense reference step, and record
+        the fault (see [Note: naming a fault]).
 
         Args:
-            others: Judged matrices of the same shape, whose results this matrix may have received by mistake.
+            others: Matrices of the same shape that have been judged, and whose results this matrix may have received by
+                mistake.
         """
         measure, allowed = self.spread(_ALL)
         # An update that is far too short differs from the dense update by nearly the whole dense update. The short
-        # update is small compared with this difference, so any guess of a short update would seem to explain it. For
-        # this reason, `whole` is the difference or the size of the update, whichever is smaller.
+        # update is small compared with this difference, so any guess with a short update would seem to explain it. For
+        # this reason, `whole` is the size of the difference or of the update, whichever is smaller.
         whole = min(measure(self.seen(self.update - self.arrived)), measure(self.seen(self.update)))
-        # a guess is accepted only if it leaves less than `least` of the wrong update unexplained
+        # A guess is accepted only if it leaves less than `least` of the wrong update unexplained.
         wrong, least = self.wrong[0], max(allowed, 0.35 * whole)
         name, found, norm = wrong.name, "it fits no known fault", self.after["weights"].norm()
-        # If the norm of the weights is wrong, a guess must also explain at least half of the error of this norm.
+        # If the norm of the weights is wrong, a guess must also explain at least half of the error in the norm.
         most = 0.5 * (self.step.after.norm() - norm).abs() if name == "norm_wrong" else torch.inf
         frozen = "frozen", "no weight changed, with a gradient and a learning rate", self.before["weights"]
         of_results = itertools.chain(_of_lengths(self), _of_blocks(self), _of_others(self, others))
         stepped = ((guess, text, self.stepped(result, self.step.factor).after) for guess, text, result in of_results)
         for guess, text, after in itertools.chain([frozen], _of_stages(self), stepped):
-            # parts below 3% count as 3%, so that the first guess that leaves so little unexplained names the fault
+            # Unexplained parts below 3% count as 3%, so that the first guess that leaves less than 3% unexplained wins.
             left = max(measure(self.seen(self.update - self.recovered(after))), 0.03 * whole)
             if left < least and (after.norm() - norm).abs() <= most:
                 least, name, found = left, guess, text
@@ -333,7 +351,8 @@ def _lengths(coords: Tensor) -> Tensor:  # (m, n) -> (m,) fp64
 def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: dict[str, Tensor]) -> _Evidence:
     """Compare the step of one matrix with the reference.
 
-    The arguments are those of `_Evidence`. If the update is wrong, call `find_cause` on the result to name the fault.
+    The arguments are those of `_Evidence`. If the update is wrong, call the result's method `find_cause` to name the
+    fault.
     """
     e = _Evidence(row, arithmetic, blocks, whole)
     values = {what: e.before[what] for what in _MATRICES}
@@ -361,10 +380,11 @@ def judge(row: MatrixRow, arithmetic: Arithmetic, blocks: list[_Block], whole: d
 def _judge_momentum(e: _Evidence) -> None:
     expected, before, found = e.momentum.double(), e.before["momentum"], e.after["momentum"]
     stored = e.arithmetic.stored
-    # Storing the momentum rounds each element once, by at most one eps. 8-bit codes ([Note: 8-bit codes] in
-    # momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. For a block of
-    # 128 elements, of which one is large, the spacings have a norm of at most 2 / 127 * sqrt(6.2) times the block's
-    # norm. In addition, the gradient and the two terms of the momentum's update are rounded to the momentum's dtype.
+    # Storing the momentum rounds each element once, with a relative error of at most one eps. 8-bit codes ([Note: 8-bit
+    # codes] in momentum/stores.py) have a spacing of 2 sqrt(|x| s) / 127 at the value x in a block with scale s. For a
+    # block of 128 elements, one of which is large, the norm of the spacings is at most 2 / 127 * sqrt(6.2) times the
+    # block's norm. In addition, the gradient and the two terms of the momentum's update are rounded to the momentum's
+    # dtype.
     rounded = _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
     terms = max(float(value.norm()) for value in (before, e.before["gradient"], expected))
     allowed = 2 * rounded * terms + 1e-12 * float(expected.norm())
@@ -376,9 +396,9 @@ def _judge_momentum(e: _Evidence) -> None:
 def _judge_norm_before(e: _Evidence) -> None:
     """Compare stored norms with the norms of the weights before the step.
 
-    Rounding can undo the multiplication of half-precision weights by a factor near 1. So the allowed difference
-    corresponds to an error of one spacing in each element, all in the same direction: half a spacing for the rounding
-    of this product, and half a spacing for the rounding of the update.
+    When half-precision weights are multiplied by a factor near 1, rounding can undo the multiplication. So the allowed
+    difference corresponds to an error of one spacing in each element, with all errors in the same direction: half a
+    spacing from rounding this product, and half a spacing from rounding the update.
     """
     norm = float(e.before["weights"].norm())
     share = torch.finfo(e.arithmetic.weights).eps + _ROUNDINGS * _EPS
@@ -393,7 +413,8 @@ def _judge_norm_before(e: _Evidence) -> None:
 
 
 def _judge_still(e: _Evidence) -> None:
-    """Check a step that applies no update: the weights may change only by weight decay and by stages on weights."""
+    """Check a step that applies no update: only weight decay and the variant's stages on weights may change the
+    weights."""
     before, after = e.before["weights"], e.after["weights"]
     left = float((after - e.stepped(torch.zeros_like(before), torch.ones(())).after).norm())
     roundings = torch.finfo(e.arithmetic.weights).eps + (2 * _EPS if e.arithmetic.weight_stages else 0.0)
@@ -407,10 +428,11 @@ def _judge_still(e: _Evidence) -> None:
 
 
 def _judge_prepared(e: _Evidence) -> None:
-    """Compare the orthogonalizer's input, as the code of the live stages computes it, with the stages' formulas."""
+    """Compare the orthogonalizer's input, as computed by the code of the variant's stages, with the formulas of these
+    stages."""
     _, exact, _ = e.arithmetic.staged(BeforeStage, e.given.double(), {})
     difference = relative_error(e.fed, exact)
-    # Each stage rounds its factor, and the product of the factor and an element.
+    # Each stage rounds twice: its factor, and the product of the factor and an element.
     allowed = 2 * torch.finfo(e.fed.dtype).eps * len(e.settings.stages) + 2.0**-45
     e.check(
         difference,
@@ -421,7 +443,8 @@ def _judge_prepared(e: _Evidence) -> None:
 
 
 def _judge_dense(e: _Evidence) -> None:
-    """Compare the dense result with exact arithmetic, unless rounding alone could explain a completely wrong result."""
+    """Compare the dense result with exact arithmetic, unless rounding alone could explain even a completely wrong
+    result."""
     found, allowed = _asked(e.orthogonalizer, e.reference.seen(e.dense) - e.exact)
     if allowed <= _BLIND:
         e.check(
@@ -434,8 +457,8 @@ def _judge_dense(e: _Evidence) -> None:
 
 
 def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) -> tuple[float, float]:
-    """Return the measured and the allowed difference. Runs all perturbed runs only if the first few do not explain the
-    difference."""
+    """Return the measured and the allowed difference. To save time, do all perturbed runs only if the first few runs do
+    not explain the difference."""
     found = allowed = 0.0
     for count in (_FIRST, _ALL):
         measure, allowed = spread(count)
@@ -446,13 +469,13 @@ def _asked(spread: Callable[[int], tuple[_Measure, float]], difference: Tensor) 
 
 
 def _judge_numbers(e: _Evidence) -> None:
-    """Compare the values that stages store after the step with the stages' formulas. If a stage controls the norm of
-    the weights, compare that norm with the norm after the dense step."""
+    """Compare the values that the variant's stages store after the step with the stages' formulas. If a stage controls
+    the norm of the weights, compare this norm with the norm after the dense step."""
     live = e.numbers(e.after)
     for key, expected in e.step.numbers.items():
         difference = float((live[key] - expected).abs().sum())
         size = max(float(expected.abs().sum()), 1e-300)
-        # Allow for rounding to fp32: of a mean of squares and its running average, or of a norm.
+        # Allow for the fp32 rounding of a mean of squares and of its running average, or of a norm.
         allowed = (math.sqrt(max(e.shape) / 6) + 2 * _ROUNDINGS) * _EPS * size
         if difference > allowed:
             runs = e.shaken(e.reordered, _ALL)
@@ -472,8 +495,9 @@ def _judge_numbers(e: _Evidence) -> None:
 
 
 def _judge_update(e: _Evidence) -> None:
-    """Compare the applied update with the dense update. If live and dense weights are bitwise equal, the matrix's row
-    of the report gets a difference of 0 and the limit of the comparison with exact arithmetic."""
+    """Compare the applied update with the dense update. If the weights after both updates are bitwise equal, record a
+    difference of 0 in the matrix's row of the report, and the allowed difference from the comparison with exact
+    arithmetic."""
     if torch.equal(e.after["weights"], e.step.after):
         status, difference, allowed = "ok", 0.0, e.orthogonalizer(_FIRST)[1]
     else:
@@ -491,8 +515,8 @@ def _judge_update(e: _Evidence) -> None:
     if status == "fault":
         least, most = map(float, (e.reference.sigmas * e.reference.ratios()).abs().aminmax())
         short = e.update.T if e.shape[0] > e.shape[1] else e.update
-        # Singular values that are computed from a Gram matrix are accurate only to about sqrt(eps), which is enough for
-        # this test.
+        # Singular values computed from a Gram matrix are accurate only to about sqrt(eps), which is sufficient for this
+        # check.
         applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
         lowest, highest = map(float, applied.aminmax())
         text = f"the applied update differs from the same arithmetic run densely by {difference:.2g}"
@@ -502,7 +526,7 @@ def _judge_update(e: _Evidence) -> None:
 
 def _along(update: Tensor, expected: Tensor) -> float:
     """Compute the length of `update` in the direction of `expected`, relative to the length of `expected`. Rounding
-    errors have no common direction, so rounding hardly changes the length."""
+    errors have no common direction, so they hardly change this length."""
     energy = float(expected.square().sum())
     return float((update * expected).sum()) / energy if energy else 1.0
 
@@ -512,7 +536,8 @@ def _along(update: Tensor, expected: Tensor) -> float:
 
 def _parts(e: _Evidence) -> dict[str, list[_Block]]:
     """List the parts of the matrix that a faulty step may have mistaken for the whole matrix: its shards, the halves of
-    its rows, and the halves of its columns. A kind of part is omitted if fewer than two such parts have elements."""
+    its rows, and the halves of its columns. Each of these three lists is omitted if fewer than two of its parts have
+    elements."""
     rows, cols = e.shape
     cuts = {
         "shards": e.blocks,
@@ -524,8 +549,9 @@ def _parts(e: _Evidence) -> dict[str, list[_Block]]:
 
 
 def _of_stages(e: _Evidence) -> Iterator[_Guess]:
-    """Yield guesses (simulated faults) about stages that preserve the norm of the weights. Either a stage did not run,
-    or it used the norm of a shard or half, and perhaps stored that norm, instead of the norm of the whole matrix."""
+    """Yield guesses (simulated faults) about stages that preserve the norm of the weights. In some guesses, a stage did
+    not run. In others, it used the norm of a shard or half of the matrix instead of the norm of the whole matrix, and
+    may also have stored the wrong norm."""
     a, keys = e.arithmetic, {stage.key for stage in e.arithmetic.weight_stages}
     parts = [(what, blocks) for what, blocks in _parts(e).items() if keys]
     for what, blocks in parts:
@@ -570,7 +596,7 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
         result = torch.zeros_like(e.dense)
         for block in blocks:
             own = e.arithmetic.orthogonalized(e.fed[block])
-            # the length of the update is fitted, because a faulty step may compute the scale from the block's shape
+            # Fit the length of the update, because a faulty step may compute the scale from the block's shape.
             result[block] = _along(e.update[block], own) * own
         yield "orthogonalized_by_shard", f"its {what} were orthogonalized by themselves", result
     result, text = e.dense.clone(), ""
@@ -586,7 +612,7 @@ def _of_blocks(e: _Evidence) -> Iterator[_Guess]:
 
 def _of_others(e: _Evidence, others: Sequence[_Evidence]) -> Iterator[_Guess]:
     """Yield guesses (simulated faults) in which the matrix received the result of another matrix, the transpose of its
-    own result, or the result for a wrong input, or in which it was not orthogonalized."""
+    own result, or the result for a wrong input, or in which the matrix was not orthogonalized."""
     for other in others:
         if other is not e and other.row.compared:
             yield "results_swapped", f"it is the update of {other.row.name}", other.dense

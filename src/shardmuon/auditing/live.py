@@ -1,22 +1,23 @@
-"""Audit of one live step: read the state before the step, gather the state after the step, and make the same report on
-all ranks.
+"""Audit of one optimizer step: read the state before the step, gather the state after the step, and make the same
+report on all ranks.
 
 [Note: order of collectives]
-    A component is all ranks that share parameters, directly or through other ranks. Before the step, all ranks of the
-    component rebuild the layout table of Muon's parameters, with the same code that made the plan's table. Then the
-    sets of ranks that share parameters take turns, smallest set first: the ranks of each set gather once, to agree on
-    the matrices that all of them could read. After the step, each sampled matrix takes one exchange between the ranks
-    that store its parts. Then the ranks of each set gather fingerprints of their replicas. Finally, all ranks of the
-    component share their findings.
+    Ranks that share parameters, directly or through other ranks, form a connected component. Before the step, all ranks
+    of a component rebuild the layout table of Muon's parameters with the code that made the table for the plan. Then
+    the sets of ranks that share parameters run one gather each, from the smallest set to the largest, to agree on the
+    matrices that all ranks of the set could read. After the step, each sampled matrix is assembled in one exchange
+    between the ranks that store its parts. Then the ranks of each set gather fingerprints of their replicas. Finally,
+    all ranks of the component share their findings.
 
-    An exception that can occur on a single rank is caught and becomes a finding, so that this rank still takes part in
-    every collective.
+    An exception that can occur on a single rank is caught and reported as a finding, so that the rank still takes part
+    in every collective.
 
 [Note: whole matrices]
-    A whole matrix is assembled from the shards of all ranks that store a part of the matrix. Assembly does not use the
-    plan or the code that executes the plan; the layout comes from the newly built table. A matrix consists of the
-    elements of the logical tensor at given indices in each dim, and each index adds a fixed amount to the element's
-    row-major position in the matrix. So the positions of the elements that a rank stores can be computed dim by dim.
+    A whole matrix is assembled from the shards of all ranks that store a part of the matrix. Assembly uses neither the
+    plan nor the code that executes the plan; the layout comes from the newly built table. A matrix consists of the
+    elements of the logical tensor at certain indices in each dim, and each index adds a fixed amount to an element's
+    row-major position in the matrix. So the positions of the elements that a rank stores can be computed one dim at a
+    time.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ from shardmuon.variants import keeping
 
 _T = TypeVar("_T")
 _Block = tuple[slice, slice]
-_Elements = dict[str, tuple[ParamLayout, Tensor]]  # quantity (e.g. "weights") -> its layout and its (n,) fp64 values
-_NO_GRADIENT = "no gradient"  # initial status of a row of the report, which is replaced when the matrix is judged
+# dict from quantity (such as "weights") to its layout and (n,) fp64 values
+_Elements = dict[str, tuple[ParamLayout, Tensor]]
+_NO_GRADIENT = "no gradient"  # initial status of a matrix in the report, replaced when the matrix is judged
 
 
 def _choose(count: int, samples: int, number: int) -> list[int]:
-    """Choose `samples` of `count` matrices for audit `number`. Successive audits cycle through all matrices. Returns
-    the matrices' indices."""
+    """Choose `samples` of `count` matrices for audit `number`, and return their indices. Successive audits cycle
+    through all matrices."""
     return [(number * samples + i) % count for i in range(min(samples, count))]
 
 
@@ -66,7 +68,7 @@ class _Sample:
     """A sampled matrix, with its state before the step.
 
     Attributes:
-        row: The matrix's row of the report, without the results of the comparison.
+        row: The matrix's row in the report, without the results of the comparison.
         arithmetic: The arithmetic of the matrix's step.
         before: Dict from each quantity (such as "weights") to the quantity's layout and the elements that this rank
             sends to `target`.
@@ -80,12 +82,12 @@ class _Sample:
 
 
 class StepAudit:
-    """Audit of one step. Construct the audit before the step, and call `finish` after the step. Both calls are
-    collective over all ranks that share parameters, directly or through other ranks.
+    """Audit of one optimizer step. Construct the audit before the step, and call `finish` after the step. Both calls
+    are collective over all ranks that share parameters, directly or through other ranks.
 
     Attributes:
-        samples: Number of matrices to compare in each set of ranks that shares parameters. A rank that audits nothing
-            itself has 0, but takes part in the audits of other ranks.
+        samples: Number of matrices to compare in each set of ranks that shares parameters. A value of 0 means that this
+            rank requests no audit but takes part in the audits of other ranks.
     """
 
     def __init__(
@@ -108,8 +110,8 @@ class StepAudit:
         self._findings.append(Finding.of(name, where, found, allowed))
 
     def _tried(self, what: str, run: Callable[..., _T], *given: Any) -> _T | None:
-        """Call `run` and return its result. If `run` raises an exception, record a finding and return None, because
-        this rank must still join the other ranks in the next collective."""
+        """Call `run` and return its result. If `run` raises an exception, record a finding and return None, because the
+        rank must still take part in the next collective."""
         try:
             return run(*given)
         except Exception as error:
@@ -124,14 +126,15 @@ class StepAudit:
     # --------------------------------------------------------------------------- before the step: without arithmetic
 
     def _look_at_model(self) -> None:
-        """Report parameters for which the optimizer steps a copy that differs from the model's weights."""
+        """Report parameters for which the optimizer steps a copy of the weights that differs from the model's
+        weights."""
         for name in self._optimizer.unlike_model():
             found = f"on rank {self._rank} what is stepped in its place are not its weights"
             self._say("weights_elsewhere", name, found, "the model's own, rounded to its dtype")
 
     def _look_at_routing(self) -> None:
-        """Report parameters whose group is not the one that the routing table names. The routing table can be
-        empty."""
+        """Report parameters that are in no group, or in a group whose optimizer (Muon or AdamW) differs from the one in
+        the routing table. The routing table can be empty."""
         goes = {
             name: ("Muon" if group["use_muon"] else "AdamW", index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -148,9 +151,9 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the layouts
 
     def _described(self) -> Table | None:
-        """Rebuild the layout table of Muon's parameters, and compare this table with the table from which the plan was
-        made. Returns None if the ranks do not agree on a table. Collective over all ranks that share parameters,
-        directly or through other ranks."""
+        """Rebuild the layout table of Muon's parameters, and compare it with the table from which the plan was made.
+        Return None if the ranks do not agree on a table. Collective over all ranks that share parameters, directly or
+        through other ranks."""
         component, fault, listed = self._binding.component, Fault(), list[Listed]()
         with fault:
             listed = self._listed()
@@ -168,7 +171,7 @@ class StepAudit:
         return table
 
     def _listed(self) -> list[Listed]:
-        """List Muon's parameters that are now in the optimizer's groups.
+        """List the parameters that are currently in the optimizer's groups and updated by Muon.
 
         Raises:
             ValueError: The plan has a different number of parameters, or a parameter is shared with ranks that take no
@@ -185,26 +188,25 @@ class StepAudit:
         return listed
 
     def _stale(self, where: str, text: str) -> None:
-        """Record that the step used an outdated plan, which was made for different parameters or layouts."""
+        """Record that the step used an outdated plan, which was made for other parameters or layouts."""
         self._say("stale_plan", where, text, "the parameters that were planned for, as they were then")
 
     # ---------------------------------------------------------------------------------------- what this rank stores
 
     def _stored(self, number: int) -> Iterator[tuple[str, ParamLayout, Tensor | None]]:
-        """Yield the name and layout of each quantity of a parameter, and the part of the quantity that this rank
-        stores (None if absent). The names are "weights", "momentum", "gradient", and the key of each stage that stores
-        values."""
+        """Yield each quantity of a parameter as (name, layout, part that this rank stores, or None if absent). The
+        names are "weights", "momentum", "gradient", and the key of each stage of a variant that stores values."""
         one, layout = self._params[number], self._layouts[number]
         engine, state = engine_of(one.param), self._optimizer.state.get(one.param, {})
         yield "weights", layout, engine.storage(one.param)
-        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # `Keeper.values` decodes 8-bit momentum
-        yield "gradient", layout, self._proposal.grads[number]  # gradients have the same layouts as the parameters
+        yield "momentum", layout, self._optimizer.keeper.values(engine, state)  # decodes 8-bit momentum
+        yield "gradient", layout, self._proposal.grads[number]  # Gradients have the same layouts as their parameters.
         stages, specs = keeping(Settings.of(one.group).stages), self._binding.plan.specs
         for stage, kept in zip(stages, specs[number].kept, strict=True):
             yield stage.key, kept.layout, engine.storage(state[stage.key]) if stage.key in state else None
 
     def _elements(self, number: int, matrix: int) -> _Elements:
-        """Read the elements that this rank sends to the rank that judges a matrix, for each quantity of the matrix."""
+        """Read the elements of each quantity of a matrix that this rank sends to the rank that judges the matrix."""
         found = {}
         for what, layout, stored in self._stored(number):
             part = _sent_by(layout, matrix, self._rank)
@@ -213,8 +215,8 @@ class StepAudit:
         return found
 
     def _prints(self, numbers: Sequence[int]) -> dict[tuple[int, str, tuple[Piece, ...]], int]:
-        """Compute a fingerprint (hash) of each replicated quantity that this rank stores. The keys are (index in
-        `numbers` of the parameter, name of the quantity, pieces that this rank stores)."""
+        """Compute a fingerprint (hash) of each replicated quantity that this rank stores. The keys are tuples (the
+        parameter's index in `numbers`, name of the quantity, pieces that this rank stores)."""
         prints = {}
         for at, number in enumerate(numbers):
             for what, layout, stored in self._stored(number):
@@ -226,15 +228,15 @@ class StepAudit:
     # ---------------------------------------------------------------------------------- before the step: the samples
 
     def _take(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Choose some of the matrices that the ranks in `ranks` share, and copy the values that the step will change.
-        Collective over `ranks`."""
+        """Choose some of the matrices that are shared by the ranks in `ranks`, and copy the values that the step will
+        change. Collective over `ranks`."""
         views = {number: self._layouts[number].view for number in numbers}
         items = [(number, matrix) for number in numbers for matrix in range(len(views[number].matrices))]
         chosen = [items[at] for at in _choose(len(items), self.samples, self._schedule.num_audits)]
         shapes = [(views[n].matrices[matrix].rows, views[n].matrices[matrix].cols) for n, matrix in chosen]
         read = list[_Sample | None]()
         for (number, matrix), shape in zip(chosen, shapes, strict=True):
-            # The same rank judges all matrices of one shape, so that it can detect swapped results.
+            # All matrices of one shape are judged on the same rank, so that swapped results can be detected.
             target = ranks[(shapes.index(shape) + self._schedule.num_audits) % len(ranks)]
             read.append(self._tried(self._params[number].name, self._read, number, matrix, target))
         told = gather([None if one is None else self._has_gradient(one) for one in read], ranks)
@@ -255,27 +257,28 @@ class StepAudit:
                 )
 
     def _has_gradient(self, sample: _Sample) -> list[bool]:
-        """Return a list with one bool: True if this rank has a gradient for its part of a matrix. The list is empty if
-        this rank stores no part of the matrix."""
+        """Return a list with one bool, which states whether this rank has a gradient for its part of a matrix. The list
+        is empty if the rank stores no part of the matrix."""
         return [self._proposal.grads[sample.row.order[0]] is not None] if len(sample.before["weights"][1]) else []
 
     def _read(self, number: int, matrix: int, target: int) -> _Sample | None:
-        """Read this rank's part of a matrix before the step. Returns None if the plan divides the parameter into
-        different matrices than the newly built layout table."""
+        """Read this rank's part of a matrix before the step. Return None if the plan divides the parameter into
+        matrices in a different way than the newly built layout table."""
         one, layout, plan = self._params[number], self._layouts[number], self._binding.plan
         if layout.view != plan.specs[number].layout.view:
             return None
         item = next(i for i in plan.items if (i.param, i.matrix) == (number, matrix))
         name = one.name if len(layout.view.matrices) == 1 else f"{one.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._sets) > 1:
-            name += f" (rank {self._rank})"  # name the rank, because other ranks can have a parameter of the same name
+            name += f" (rank {self._rank})"  # Name the rank, because other ranks can have a parameter of the same name.
         arithmetic, shape = self._arithmetic(one, item), layout.view.matrices[matrix]
         status = next((f"not checked: {stage}" for stage in arithmetic.unchecked), _NO_GRADIENT)
         row = MatrixRow(name, (number, matrix), shape.rows, shape.cols, item.owners, str(arithmetic), status)
         return _Sample(row, arithmetic, self._elements(number, matrix), target)
 
     def _arithmetic(self, one: Listed, item: Item) -> Arithmetic:
-        """Determine the arithmetic of a matrix's step from the plan and the group's current options."""
+        """Determine the arithmetic of a matrix's step from the plan and from the current options of the parameter's
+        group."""
         param, choice, device = one.param, Choice.of(item.how), self._binding.ns_device
         spec = self._binding.plan.specs[item.param]
         gradient, how = self._proposal.grads[item.param], self._proposal.rounding.get(item.param)
@@ -296,7 +299,7 @@ class StepAudit:
     # -------------------------------------------------------------------------------------------- after the step
 
     def finish(self) -> AuditReport:
-        """Gather the sampled matrices, judge them, and share the findings. Returns the same report on all ranks that
+        """Gather the sampled matrices, judge them, and share the findings. Return the same report on all ranks that
         share parameters, directly or through other ranks."""
         self._count_runs()
         self._judge_samples()
@@ -312,7 +315,8 @@ class StepAudit:
         )
 
     def _count_runs(self) -> None:
-        """Compare the number of matrices that this rank orthogonalized in the step with the number in the plan."""
+        """Compare the number of matrices that this rank orthogonalized in the step with the number that the plan
+        assigns to it."""
         found, states = self._optimizer.traffic.orthogonalized - self._ran, self._proposal.states
         planned = sum(
             states[i.param] != GradientState.NONE and self._rank in i.owners for i in self._binding.plan.items
@@ -326,8 +330,8 @@ class StepAudit:
             )
 
     def _judge_samples(self) -> None:
-        """Assemble the sampled matrices, and judge the matrices that are assembled on this rank. Collective over the
-        ranks of each matrix."""
+        """Assemble the sampled matrices, and judge those that are assembled on this rank. Collective over the ranks
+        that store each matrix."""
         judged = []
         for sample in self._taken:
             name, (number, matrix) = sample.row.name, sample.row.order
@@ -346,7 +350,7 @@ class StepAudit:
             self._findings += e.findings
 
     def _compare_replicas(self, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """Report replicas whose values differ. Collective over `ranks`."""
+        """Record a finding if the values of replicas differ. Collective over `ranks`."""
         everyone = gather(self._tried("replicas", self._prints, numbers) or {}, ranks)
         for key in dict.fromkeys(itertools.chain(*everyone)):
             at, what, _ = key
@@ -369,8 +373,8 @@ class _Part(NamedTuple):
     """The elements of one matrix that one rank stores.
 
     Attributes:
-        sources: For each piece of the tensor that the rank stores and that has elements of the matrix: the indices of
-            these elements in each dim of the rank's storage.
+        sources: One list for each stored piece of the tensor that contains elements of the matrix. The list gives the
+            indices of these elements in each dim of the rank's storage.
         places: (n,) int64 row-major positions of the elements in the matrix.
     """
 
@@ -378,14 +382,15 @@ class _Part(NamedTuple):
     places: Tensor
 
     def select(self, storage: Tensor) -> Tensor:  # (n,)
-        """Read the elements from `storage`, the rank's local weights, gradient, momentum or values of a stage."""
+        """Read the elements from `storage`: the rank's local weights, gradient, momentum, or values that a variant's
+        stage stores."""
         indices = (torch.meshgrid(*source, indexing="ij") for source in self.sources)
         found = [storage[tuple(at.to(storage.device) for at in index)].reshape(-1) for index in indices]
         return torch.cat([storage.new_empty(0), *found])
 
 
 def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
-    """Find the elements of matrix `number` in `held`, the pieces of the tensor that a rank stores."""
+    """Find the elements of matrix `number` in the pieces of the tensor that a rank stores (`held`)."""
     lines, sources, places = _lines(view, number), [], [torch.empty(0, dtype=torch.int64)]
     for piece, local in held:
         box = piece if isinstance(piece, Box) else piece.box or Box((0,) * len(view.shape), view.shape)
@@ -403,15 +408,15 @@ def _part_of(view: MatrixView, number: int, held: Iterable[Held]) -> _Part:
 
 
 def _sent_by(layout: ParamLayout, number: int, rank: int) -> _Part:
-    """Find the elements of matrix `number` that `rank` sends to the rank that judges the matrix. Only the first of
-    several ranks with the same piece sends elements."""
+    """Find the elements of matrix `number` that `rank` sends to the rank that judges the matrix. If several ranks store
+    the same piece, only the first of them sends its elements."""
     held = [one for one in layout.of_rank(rank) if one.piece.numel and layout.keepers[one.piece][0] == rank]
     return _part_of(layout.view, number, held)
 
 
 def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each dim of the tensor, the indices at which a matrix has elements, and the amount that each index
-    adds to an element's row-major position in the matrix."""
+    """Return a pair for each dim of the tensor: the indices at which a matrix has elements, and the amount that each
+    index adds to an element's row-major position in the matrix."""
     matrix, split = view.matrices[number], view.split_dim
     found = [
         (torch.arange(start, start + size), torch.arange(size) * stride)
@@ -424,7 +429,8 @@ def _lines(view: MatrixView, number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _outer(lines: Iterable[Tensor]) -> Tensor:  # 1-D
-    """Compute the outer sum of 1-D tensors (all sums of one value from each tensor), flattened in row-major order."""
+    """Compute the outer sum of 1-D tensors, that is, all sums of one value from each tensor, flattened in row-major
+    order."""
     return reduce(lambda sums, line: sums.unsqueeze(-1) + line, lines).reshape(-1)
 
 
@@ -440,15 +446,17 @@ def _block_of(places: Tensor, cols: int) -> _Block | None:
 
 def _collect(
     number: int,
-    parts: Mapping[str, tuple[ParamLayout, Tensor]],  # quantity -> layout, (2, n) values before and after the step
+    # dict from quantity to its layout and its (2, n) values before and after the step
+    parts: Mapping[str, tuple[ParamLayout, Tensor]],
     target: int,
 ) -> tuple[dict[str, Tensor], list[_Block]]:
     """Gather all quantities of a whole matrix on rank `target`. Collective over the parameter's ranks.
 
     Returns:
-        Each quantity as (2, elements), before and after the step, and the rectangles of the matrix, each stored on one
-        rank. Shards that are not rectangles, such as parts of convolution kernels, are omitted. Both results are empty
-        on all ranks but `target`. Values are NaN if a rank could not read them.
+        A tuple (quantities, blocks). `quantities` is a dict from quantity to its values before and after the step, with
+        shape (2, elements); values that a rank could not read are NaN. `blocks` lists the shards of the matrix that are
+        rectangles; other shards, such as parts of convolution kernels, are omitted. Both are empty on all ranks except
+        `target`.
     """
     view, ranks, is_target = parts["weights"][0].view, parts["weights"][0].ranks, my_rank() == target
     places = [[_sent_by(layout, number, rank).places for layout, _ in parts.values()] for rank in ranks if is_target]

@@ -1,18 +1,19 @@
-"""Compute the step of one whole (unsharded) matrix: once in the same arithmetic as the live step, and once in exact
+"""Compute the step of one whole (unsharded) matrix: once in the arithmetic of the audited step, and once in exact
 arithmetic.
 
-In the same arithmetic, the dense step can differ from the live step only in the order of sums, because a product can
-round differently at different positions in a batch ([Note: equal bits in batches] in orthogonalize/__init__.py). Both
-steps use the same orthogonalizers, so only the comparison with exact arithmetic (`Reference`) can find a broken
-orthogonalizer. This module does not use the code that plans a step, fills buckets, exchanges tensors or updates the
-momentum and the weights. It implements the stages of variants from the papers, not from the stages' code.
+In the same arithmetic, the dense step can differ from the audited step only in the order of summation, because a
+product can be rounded differently at different positions in a batch (see [Note: equal bits in batches] in
+orthogonalize/__init__.py). Both steps use the same orthogonalizers, so only a comparison with exact arithmetic
+(`Reference`) can find a broken orthogonalizer. This module does not use the code that plans a step, fills buckets,
+exchanges tensors or updates the momentum and the weights. Its formulas for the stages that variants (such as NorMuon)
+add to a step are implemented from the papers, independently of the stages' code.
 
 [Note: the steps as a function of singular values]
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X preserves singular vectors and maps each singular value s
     to a s + b s^3 + c s^5. So all steps together apply one odd function p to the singular values of X / ||X||_F, and
     p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s. The ratio r is computed as a product, without a division.
-    So one symmetric eigenproblem, whose size is the length of the matrix's short side, gives the update, the range of
-    the update's singular values and the polar factor.
+    So the solution of one symmetric eigenproblem, whose size is the length of the matrix's short side, gives the update
+    and the range of the update's singular values.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shardmuon.variants import (
     WeightStage,
 )
 
-_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the values that the stage stores, 1-D fp64
+_Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the 1-D fp64 values that the stage stores
 
 
 # ------------------------------------------------------------------------------------------------ the live arithmetic
@@ -49,18 +50,17 @@ _Kept = Mapping[str, Tensor]  # dict from the key of a variant's stage to the va
 @dataclass(frozen=True)
 class Arithmetic:
     """The arithmetic of one matrix's step: the options, orthogonalizer, device and dtypes that determine the step's
-    result, and methods that compute its parts.
+    result, and methods that compute parts of the step.
 
     Attributes:
         settings: Options of the matrix's parameter group.
-        choice: Orthogonalization method, with its options.
+        choice: Orthogonalization method and its options.
         products: Dtype to which matrix products are rounded.
-        wire: Dtype in which ranks send the orthogonalizer's input and result to each other. Both are rounded to this
-            dtype.
+        wire: Dtype to which the orthogonalizer's input and result are rounded when ranks send them to each other.
         weights, gradient: Dtypes of the parameter and of its gradient.
         momentum: Dtype in which the momentum is computed.
-        stored: Dtype of the stored momentum; int8 stands for 8-bit codes.
-        device: Device on which the matrix is orthogonalized; None for the device that stores the matrix.
+        stored: Dtype of the stored momentum; int8 if momentum is stored as 8-bit codes.
+        device: Device on which the matrix is orthogonalized; None if this is the device that stores the matrix.
         rounding: Stream of random bits for stochastic rounding of half-precision weights, and the index of the matrix
             in its parameter. None if weights are rounded to nearest.
     """
@@ -81,12 +81,12 @@ class Arithmetic:
 
     @property
     def unchecked(self) -> list[str]:
-        """Names of the stages for which this module has no formula."""
+        """Names of the variant's stages for which this module has no formula."""
         return [type(stage).__name__ for stage in self.settings.stages if type(stage) not in _FORMULAS]
 
     @property
     def weight_stages(self) -> list[WeightStage]:
-        """The stages that run on the weights, in order."""
+        """The variant's stages that run on the weights, in order."""
         return [stage for stage in self.settings.stages if isinstance(stage, WeightStage)]
 
     @property
@@ -95,13 +95,13 @@ class Arithmetic:
 
     def momentum_after(
         self,
-        buffer: Tensor,  # (rows, cols) momentum before the step, in any dtype at least as wide as the live dtype
-        grad: Tensor,  # (rows, cols) gradient, in any dtype at least as wide as the live dtype
-    ) -> tuple[Tensor, Tensor]:  # (rows, cols) each, in the dtypes `momentum` and `wire`
+        buffer: Tensor,  # (rows, cols) momentum before the step, in a dtype at least as wide as in the audited step
+        grad: Tensor,  # (rows, cols) gradient, in a dtype at least as wide as in the audited step
+    ) -> tuple[Tensor, Tensor]:  # two (rows, cols) tensors, in the dtypes `momentum` and `wire`
         """Compute the momentum after the step, not yet rounded for storage, and the orthogonalizer's input before any
-        stage has run.
+        of the variant's stages have run.
 
-        Both are bitwise equal to the values in the live step, because the bits of a `lerp` do not depend on how a
+        Both are bitwise equal to the values in the audited step, because the result of `lerp` does not depend on how a
         tensor is sharded.
         """
         s, grad = self.settings, grad.to(self.gradient).to(self.momentum)
@@ -109,7 +109,8 @@ class Arithmetic:
         return after, (torch.lerp(grad, after, s.momentum) if s.nesterov else after).to(self.wire)
 
     def prepared(self, fed: Tensor) -> Tensor:  # (rows, cols)
-        """Run the stages that precede the orthogonalizer, with their live code, on the orthogonalizer's input."""
+        """Run the variant's stages that precede the orthogonalizer on the orthogonalizer's input, with the same code as
+        in the audited step."""
         before = [stage for stage in self.settings.stages if isinstance(stage, BeforeStage)]
         if before:
             fed = fed.to(torch.promote_types(fed.dtype, torch.float32), copy=True)
@@ -121,20 +122,22 @@ class Arithmetic:
         self,
         matrix: Tensor,  # (rows, cols), any dtype
         *,
-        nudged: bool = False,  # True: do not round the input to `wire`, because rounding would undo a tiny perturbation
+        # True to keep the input in at least fp32, because rounding to `wire` would undo a tiny perturbation
+        nudged: bool = False,
     ) -> Tensor:  # (rows, cols) fp64
-        """Orthogonalize a whole matrix in the arithmetic of the live step. The result is rounded to the dtype `wire`,
-        unless a stage runs on the result before ranks send it."""
+        """Orthogonalize a whole matrix in the arithmetic of the audited step. The result is rounded to the dtype
+        `wire`, unless a stage of the variant runs on the result before ranks send it."""
         s, c = self.settings, self.choice
-        # Stages before the orthogonalizer run after ranks have sent the input, so the result of these stages is not
-        # rounded to `wire`.
+        # Stages that precede the orthogonalizer run after ranks have sent its input, so the results of these stages are
+        # not rounded to `wire`.
         wide = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
         x = matrix.to(
             self.device or matrix.device, torch.promote_types(self.wire, torch.float32) if wide else self.wire
         )
         x = x.contiguous().unsqueeze(0)
         (out,) = orthogonalize(x, s.coefficients, method=c.method, dtype=c.dtype)
-        # Stages after the orthogonalizer run before ranks send the result, so they read a result that is not rounded.
+        # Stages that follow the orthogonalizer run before ranks send its result, so these stages read a result that has
+        # not been rounded to `wire`.
         after = any(isinstance(stage, AfterStage) for stage in s.stages)
         result: Tensor = out if after else out.to(self.wire)
         return result.to(matrix.device, torch.float64)
@@ -144,14 +147,14 @@ class Arithmetic:
         place: type[Stage],  # one of BeforeStage, AfterStage and WeightStage
         matrix: Tensor,  # (rows, cols)
         kept: _Kept,
-        without: Stage | None = None,  # stage to skip, as if it had not run; None to run all stages
+        without: Stage | None = None,  # stage to skip; None to run all stages
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Apply the formulas of all stages that run at one place in the step.
+        """Apply the formulas of all the variant's stages that run at one place in the step.
 
         Returns:
             A tuple (factor, matrix, kept): the combined factor of the stages in fp64; the resulting (rows, cols)
-            matrix, which is rounded after each stage as in the live step; and a copy of `kept` with the values that the
-            stages store.
+            matrix, which is rounded after each stage as in the audited step; and a copy of `kept` with the values that
+            the stages store.
         """
         factor, kept = matrix.new_ones((), dtype=torch.float64), dict(kept)
         wide = torch.promote_types(matrix.dtype, torch.float32)
@@ -165,8 +168,8 @@ class Arithmetic:
         return factor, matrix, kept
 
     def norms(self, weights: Tensor) -> dict[str, Tensor]:
-        """Compute the value that each stage on weights stores in its first step: the norm of the given weights. Returns
-        a dict from stage key to a (1,) tensor in fp64."""
+        """Compute the value that each stage that runs on weights stores in its first step: the norm of the given
+        weights. Return a dict from stage key to a (1,) fp64 tensor."""
         return {stage.key: _norm_of(weights) for stage in self.weight_stages}
 
     def weights_after(
@@ -175,11 +178,11 @@ class Arithmetic:
         update: Tensor,  # (rows, cols) update, rounded to `wire`
         scale: float,
     ) -> Tensor:  # (rows, cols), the weights' dtype
-        """Compute the weights after an update, with weight decay and rounding as in the live step."""
+        """Compute the weights after an update, with the same weight decay and rounding as in the audited step."""
         s, weights = self.settings, before.to(self.weights)
         if self.choice.method == "torch" and self.rounding is None and not s.cautious:
             update = update.to(weights.device, self.wire)
-            # half-precision results depend on the strides, so use those of torch.optim.Muon
+            # Half-precision results depend on the strides of the update, so use the same strides as torch.optim.Muon.
             if update.shape[0] > update.shape[1]:
                 update = update.mT.contiguous().mT
             return weights.mul(self._decay_factor).add_(update, alpha=-s.lr * scale)
@@ -199,7 +202,7 @@ class Arithmetic:
         before: Tensor,  # (rows, cols) fp64
         after: Tensor,  # (rows, cols) fp64
         scale: float,
-        # (rows, cols) expected update, fp64; shows whether an element decayed if rounding hides the decay
+        # (rows, cols) fp64 expected update, used to decide whether an element decayed if rounding hides the decay
         expected: Tensor,
     ) -> Tensor:
         """Recover a step's update from the weights before and after the step: (decayed before - after) / lr / scale."""
@@ -217,9 +220,9 @@ class Arithmetic:
 
 # ------------------------------------------------------------------------------------------------ stages of variants
 
-# The formula of a stage is a function of the stage, a matrix, and the values that the stage stores for the matrix. The
-# function returns two fp64 tensors: the factor by which the stage multiplies the matrix (broadcast to the matrix's
-# shape), and the values that the stage stores after the step.
+# The formula of a variant's stage is a function with three arguments: the stage, a matrix, and the values that the
+# stage stores for the matrix. The function returns two fp64 tensors: the factor by which the stage multiplies the
+# matrix (broadcastable to the matrix's shape), and the values that the stage stores after the step.
 
 
 def _equal_rows(stage: Stage, n: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,8 +256,8 @@ _FORMULAS: dict[type[Stage], Callable[[Stage, Tensor, Tensor], tuple[Tensor, Ten
 
 
 def _norm_of(matrix: Tensor) -> Tensor:  # (1,)
-    """Compute the Frobenius norm in fp64 and round it to fp32, as a live step does ([Note: norms of whole matrices] in
-    step/stages.py). The result is an fp64 tensor."""
+    """Compute the Frobenius norm in fp64 and round it to fp32, as an optimizer step does (see [Note: norms of whole
+    matrices] in step/stages.py). The result is an fp64 tensor."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return norm.float().double().view(1)
 
@@ -263,16 +266,16 @@ def _norm_of(matrix: Tensor) -> Tensor:  # (1,)
 
 
 class Reference:
-    """The result of all Newton-Schulz steps on one whole matrix, in exact arithmetic.
+    """Result of all Newton-Schulz steps on one whole (unsharded) matrix, in exact arithmetic.
 
     Args:
         matrix: (rows, cols), finite.
-        coefficients: (a, b, c) of each step.
-        method: Orthogonalization method. Only "torch" makes a difference: it divides the matrix by at least TORCH_EPS,
-            even if the norm is smaller.
+        coefficients: Coefficients (a, b, c) of each Newton-Schulz step.
+        method: Orthogonalization method. Only the method "torch" makes a difference, because it divides the matrix by
+            TORCH_EPS if the norm is smaller than TORCH_EPS.
 
     Attributes:
-        tall: True if the matrix has more rows than columns. All other attributes then describe its transpose.
+        tall: True if the matrix has more rows than columns. If so, all other attributes describe its transpose.
         vectors: (m, m) left singular vectors, one per column.
         sigmas: (m,) singular values of the normalized matrix, ascending.
         coords: (m, n) normalized matrix in the basis of the left singular vectors.
@@ -285,7 +288,7 @@ class Reference:
         x = (matrix.T if self.tall else matrix).to(torch.float64)
         tiny = torch.finfo(torch.float64).tiny
         peak = x.abs().amax().clamp(min=tiny)
-        x = x / peak  # without this division, squares of tiny or huge entries could underflow or overflow
+        x = x / peak  # Without this division, squares of tiny or huge elements could underflow or overflow.
         least = TORCH_EPS / peak if method == "torch" else torch.zeros_like(peak)
         x.div_(torch.maximum(torch.linalg.vector_norm(x), least).clamp(min=tiny))
         values, self.vectors = torch.linalg.eigh(x @ x.T)
@@ -296,8 +299,8 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)  # type: ignore[no-any-return]
 
     def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
-        """Compute the factor p(s) / s by which all steps together scale each singular direction of a matrix that was
-        divided by `longer` times its norm."""
+        """Compute the factor p(s) / s by which all Newton-Schulz steps together scale each singular direction of a
+        matrix, if the matrix is first divided by `longer` times its norm."""
         ratios = torch.ones_like(self.sigmas)
         for a, b, c in self.coefficients:
             square = (self.sigmas / longer * ratios).square()
@@ -306,8 +309,8 @@ class Reference:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Compute ||found - expected|| / ||expected|| in fp64. Returns 0 for equal tensors, even if both are zero."""
+    """Compute ||found - expected|| / ||expected|| in fp64. Return 0 for equal tensors, even if both are zero."""
     if torch.equal(found, expected):
         return 0.0
     exact = expected.double()
-    return float((found.double() - exact).norm() / exact.norm())  # the quotient is infinite if only `expected` is zero
+    return float((found.double() - exact).norm() / exact.norm())  # infinite if only `expected` is zero

@@ -1,4 +1,4 @@
-"""The schedule of audits, and the reports on audited steps. Schedule and reports are identical on all ranks that share
+"""Schedule of audits, and reports on audited steps. The schedule and the reports are identical on all ranks that share
 parameters."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shardmuon.errors import level_of_the_caller
 from shardmuon.texts import table
 
-# Fault name -> advice for the user. docs/audit.md explains the faults.
+# Dict from the name of a fault to advice for the user. docs/audit.md explains the faults.
 _REMEDIES = {
     "audit_failed": "Please report it with this text",
     "clipped_update": "Clip gradients before the step; an update must not be clipped, averaged or unscaled",
@@ -59,13 +59,14 @@ class Finding:
     """One fault that an audit found.
 
     Attributes:
-        name: Name of the fault, a key of `_REMEDIES`.
+        name: Name of the fault, which is a key of `_REMEDIES`.
         where: Name of the parameter, with the matrix's index if the parameter has several matrices, or the ranks on
             which the fault was found.
         found: Description of the fault.
         allowed: Description of what would have been correct.
         remedy: Advice on what to do about the fault.
-        severity: "error", or "warning" for a finding that the user may have intended. Warnings never raise an error.
+        severity: "error", or "warning" for a finding that the user may have intended. Warnings never cause an
+            exception.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, where: str, found: str, allowed: str) -> Finding:
-        """Make a finding, with the remedy and severity that belong to the fault's name."""
+        """Make a finding. Its remedy and severity are those of the fault with the given name."""
         return cls(
             name, where, found, allowed, _REMEDIES[name], "warning" if name == "update_lost_to_rounding" else "error"
         )
@@ -92,19 +93,19 @@ class MatrixRow:
 
     Attributes:
         name: Name of the parameter, with the matrix's index if the parameter has several matrices.
-        order: Index of the parameter among Muon's parameters, and index of the matrix in the parameter.
+        order: Index of the parameter among the parameters that Muon updates, and index of the matrix in the parameter.
         rows, cols: Shape of the matrix.
         owners: Ranks that orthogonalize the matrix according to the plan.
-        arithmetic: Orthogonalization method and dtype of its products.
-        status: "ok", "fault", "no gradient", "zero" (an input of zeros), "lr is 0", "not checked: STAGE" if the audit
-            has no formula for that stage of a variant, or "inconclusive" if rounding alone could explain half of this
-            update.
+        arithmetic: Orthogonalization method and dtype of its matrix products.
+        status: "ok", "fault", "no gradient", "zero" (the orthogonalizer's input is zero), "lr is 0", "not checked:
+            STAGE" if the audit has no formula for a stage of the variant, or "inconclusive" if rounding alone could
+            explain a difference of half of the update.
         compared: True if the step had an update to compare; otherwise `difference` and `allowed` are 0.
-        difference: Difference between the applied update and the update of the dense reference, relative to the update,
-            in the direction in which rounding explains least of the difference ([Note: the shake] in
-            auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
+        difference: Difference between the applied update and the update of the dense reference, relative to the update.
+            It is measured in the direction in which rounding explains the smallest part of the difference (see [Note:
+            the shake] in auditing/judge.py). It is 0 if the weights after both updates are bitwise equal.
         allowed: Largest difference that rounding can explain. If the weights after both updates are bitwise equal, this
-            is the limit from the comparison of the dense reference with exact arithmetic.
+            is the limit for the difference between the dense reference and exact arithmetic.
     """
 
     name: str
@@ -121,12 +122,11 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The report on one audited step. The report is identical on all ranks that share parameters, directly or through
-    other ranks.
+    """Report on one audited step. It is identical on all ranks that share parameters, directly or through other ranks.
 
     Attributes:
         step: Number of the step, counted since the optimizer was constructed.
-        findings: All findings.
+        findings: All faults found.
         matrices: One row for each sampled matrix.
     """
 
@@ -170,8 +170,8 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
 
 
 class AuditError(RuntimeError):
-    """Error raised on every rank if a scheduled audit finds that a step did not apply Muon's update. The attribute
-    `report` has the findings. The step is complete when this error is raised, so the weights have changed."""
+    """Error raised on every rank if a scheduled audit finds that a step did not apply Muon's update. Its attribute
+    `report` is the `AuditReport`. When this error is raised, the step is complete and the weights have changed."""
 
     def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
@@ -184,16 +184,17 @@ class AuditWarning(UserWarning):
 
 @dataclass(eq=False)
 class AuditSchedule:
-    """Schedule that decides which steps are audited. The schedule is equal on all ranks that share parameters.
+    """Schedule that determines which steps are audited. It is identical on all ranks that share parameters.
 
     Attributes:
-        every: Number of steps from one scheduled audit to the next; None for no scheduled audits.
-        num_steps: Number of steps since construction. Steps that were refused or skipped do not count.
+        every: Number of steps from one scheduled audit to the next; None if no audits are scheduled.
+        num_steps: Number of steps since construction. Steps that raised an error before changing weights, or were
+            skipped, do not count.
         num_audits: Number of audits so far.
-        asked: The audit that `audit()` has requested for the next step, or None.
+        asked: The audit of the next step that the user has requested with `audit()`, or None.
     """
 
-    samples = 2  # matrices that a scheduled audit compares in each set of ranks that shares parameters
+    samples = 2  # number of matrices that a scheduled audit compares in each set of ranks that shares parameters
     every: int | None = None
     num_steps: int = 0
     num_audits: int = 0
@@ -207,13 +208,14 @@ class AuditSchedule:
         return self.samples if self.every is not None and self.num_steps % self.every == 0 else 0
 
     def due_text(self) -> str:
-        """Return a string that must be equal on all ranks before an audited step. The string contains the step's
-        number, the number of samples, and the audit's number, which determines the matrices that are sampled."""
+        """Return a string that must be equal on all ranks before an audited step. It contains the step's number, the
+        number of samples, and the audit's number, which determines the matrices that are sampled."""
         return f" audit(step={self.num_steps + 1}, samples={self.due}, number={self.num_audits})"
 
     def deliver(self, report: AuditReport) -> None:
-        """Hand the report of a finished audit to the `PendingAudit` of the call that requested the audit. For a
-        scheduled audit, raise AuditError or issue warnings instead, in the same way on every rank."""
+        """Deliver the report of a finished audit. If the user requested the audit, store the report in the
+        `PendingAudit`. If the audit was scheduled, raise AuditError or issue warnings for the findings, in the same way
+        on every rank."""
         asked, self.asked = self.asked, None
         if asked is not None:
             asked.found = report
@@ -224,17 +226,17 @@ class AuditSchedule:
                 warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the requested audit, which belongs to the current process only."""
+        """Return the state to pickle. It lacks the requested audit, which belongs to the current process only."""
         return {**self.__dict__, "asked": None}
 
 
 @dataclass(eq=False)
 class PendingAudit:
-    """An audit that `audit()` has requested for the next step.
+    """Audit of the next step that the user has requested with `audit()`.
 
     Attributes:
         samples: Number of matrices compared in each set of ranks that shares parameters.
-        found: The report; None before the step.
+        found: The report of the audit; None before the step.
     """
 
     samples: int

@@ -1,5 +1,5 @@
-"""The `shardmuon` command, with the subcommands `plan`, `route` and `verify`. The module of `verify` takes seconds to
-import, so it is imported only if the user runs `shardmuon verify`."""
+"""The `shardmuon` command, with the subcommands `plan`, `route` and `verify`. Importing the module for `verify` takes
+seconds, so it is imported only if the user runs `shardmuon verify`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand of `shardmuon`.
 
     Args:
-        argv: The subcommand and its arguments. Default: the arguments of the command line.
+        argv: The subcommand and its arguments. Default: the command-line arguments.
 
     Returns:
         Exit status of the subcommand. If the arguments or the user's model cause an error, the error message is printed
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         AttributeError,
         TypeError,
         ValueError,
-    ) as wrong:  # errors in the user's arguments or model
+    ) as wrong:  # errors caused by the user's arguments or model
         print(f"shardmuon {asked}: {wrong}", file=sys.stderr)
         return 2
 
@@ -86,7 +86,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print the time, memory and communication that Muon will need in a job. Returns 0, the exit status."""
+    """Print estimates of the time, memory and communication that Muon needs in a job. Return 0 as the exit status."""
     if args.html is not None and not args.html.parent.is_dir():
         raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}. Make it first")
     report = plan(
@@ -125,12 +125,14 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
 
 
 def _route(args: argparse.Namespace) -> int:
-    """Print a model's routing table, which lists the optimizer of each parameter and the reason for it, and then the
-    warnings about the routing. Needs no optimizer, data or training step. Returns 0, the exit status."""
+    """Print a model's routing table, which gives the optimizer of each parameter and the reason for this choice,
+    followed by any warnings about the routing. No optimizer, data or training step is needed. Return 0 as the exit
+    status."""
     _, _, model, _ = load_model(args.model, args.meta)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        groups = param_groups(model, lr=1.0)  # param_groups requires an lr, but the routing table does not depend on it
+        # `param_groups` requires an lr, on which the routing table does not depend.
+        groups = param_groups(model, lr=1.0)
     print(groups)
     for warning in caught:
         print(f"\nwarning: {warning.message}")

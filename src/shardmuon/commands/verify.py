@@ -27,16 +27,16 @@ from shardmuon.variants import VARIANTS, names_in, stages_of
 def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str, str]]:
     """Check one layout on a pool of ranks.
 
-    The layout is compared with the dense reference in one process and, if there is no variant, with torch.optim.Muon,
+    The layout is compared with a dense reference in one process and, if no variant is given, with torch.optim.Muon,
     which has no variants. In layouts whose tensors are not shared between ranks (such as "single"), each rank has its
     own matrices.
 
     Returns:
-        A tuple (passed, row). `passed` is True if the layout keeps the contract: every result is bitwise equal to the
-        reference on every rank after every step, with matrix products in fp32 and in bf16. `row` is the layout's row of
-        the table, as a dict from column name to cell. The column "collectives" counts exchanges of tensors, votes, and
-        reductions of weight norms. The column "bytes/rank" counts the bytes of exchanges (in fp32) and of reductions (8
-        bytes per matrix).
+        A tuple (passed, row). `passed` is True if the layout passes the check: on every rank and after every step,
+        every result is bitwise equal to the references, with matrix products in fp32 and in bf16. `row` is the layout's
+        row in the table, as a dict from column name to cell. The column "collectives" counts tensor exchanges, votes,
+        and reductions of weight norms. The column "bytes/rank" counts the bytes of the exchanges (in fp32) and of the
+        reductions (8 bytes per matrix).
     """
     options: dict[str, Any] = {"variant": variant} if variant else {}
     if not all(stage.decays for stage in stages_of({"variant": variant or None})):
@@ -44,8 +44,8 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
     dense, torches = list[Comparison](), list[Comparison]()
     for dtype in (torch.float32, torch.bfloat16):
         dense += pool.run(Comparison.with_dense, layout, ns_dtype=dtype, lr=0.02, **options)
-        # at ZeRO stage 0 with half precision, DeepSpeed gives the optimizer copies of the weights, and shardmuon raises
-        # an error for such copies
+        # With ZeRO stage 0 in half precision, DeepSpeed gives the optimizer copies of the weights, for which shardmuon
+        # raises an error.
         if not variant and (layout != "zero0" or dtype == torch.float32):
             torches += pool.run(Comparison.with_torch, layout, dtype=dtype, lr=0.02)
     difference, done = _worst(c.max_difference for c in dense), [c.traffic for c in dense]
@@ -64,11 +64,11 @@ def _row(pool: RankPool, layout: str, variant: str = "") -> tuple[bool, dict[str
 
 
 def _worst(found: Iterable[float]) -> float:
-    """Return the largest of the numbers, or NaN if any of them is NaN."""
+    """Return the largest number, or NaN if any number is NaN."""
     return max(found, key=lambda number: (math.isnan(number), number))
 
 
-# dict from the name of a set of layouts to the names of the layouts
+# dict from the name of a set of layouts to the names of the set's layouts
 _SETS = {"torch": (*LAYOUTS, *Fsdp1Run.ROWS), "deepspeed": tuple(ZeroRun.ROWS)}
 
 
@@ -96,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _slots() -> int:
-    """Search for batched matrix products whose result depends, on this device, on the position (slot) of a matrix in
-    the batch. Returns the exit status: 0 if the search finds none, else 1."""
+    """Search for batched matrix products whose results on this device depend on the position (slot) of a matrix in the
+    batch. Return the exit status: 0 if none are found, otherwise 1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
     compared = unequal = 0
@@ -109,8 +109,8 @@ def _slots() -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print a table with a row for each layout and variant, or run the search that `--slots` requests. Returns the exit
-    status: 0 if every layout keeps the contract (`_row`), else 1."""
+    """Print a table with a row for each layout and variant, or run the search that `--slots` requests. Return the exit
+    status: 0 if every layout passes the check in `_row`, or if the search finds nothing, otherwise 1."""
     if args.slots:
         return _slots()
     if args.ranks < 1:

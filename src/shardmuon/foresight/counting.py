@@ -1,8 +1,9 @@
-"""Count the work of every rank in a plan without running ranks: bytes sent, peers, matrices and operations.
+"""Count the work of every rank in a plan without starting any ranks: communication partners, bytes, matrices and FLOPs.
 
 A bucket is a group of matrices that are processed together; a tile is the part of a matrix that one rank stores. The
-counts follow the same rules as plan/program.py ([Note: results in two stages]). That module looks at one rank at a
-time; this module counts all ranks at once, with the tiles of a bucket in arrays and its traffic as a list of messages.
+counts follow the rules of plan/program.py (see [Note: results in two stages] there). Whereas plan/program.py handles
+one rank at a time, this module handles all ranks at once: the tiles of a bucket are stored in arrays, and the bucket's
+traffic is a list of messages.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _Ints = NDArray[np.int64]
 
 
 class _Matrices(NamedTuple):
-    """Equal matrices that one rank orthogonalizes in one bucket.
+    """Matrices of one shape that one rank orthogonalizes in one bucket by the same method.
 
     Attributes:
         rows, cols: Shape of each matrix.
         how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
         num: Number of matrices.
-        flops: Floating point operations to orthogonalize one matrix, as the planner counts them.
+        flops: Number of floating point operations that orthogonalizing one matrix takes, as counted by the planner.
     """
 
     rows: int
@@ -45,7 +46,7 @@ class _Matrices(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Bytes that one rank sends in one exchange, or bytes that it receives. Data that stays on the rank is not counted.
+    """Bytes that one rank sends, or receives, in one exchange. Data that stays on the rank is not counted.
 
     Attributes:
         inside: Bytes sent to (or received from) ranks on the same node.
@@ -59,7 +60,7 @@ class _Sent(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Total bytes, within the node and between nodes."""
+        """Total number of bytes, inside the node and across nodes."""
         return self.inside + self.across
 
 
@@ -68,9 +69,9 @@ class _Sides(NamedTuple):
 
     Attributes:
         gather: Tiles (parts of matrices) that are sent to the owners, the ranks that orthogonalize the matrices.
-        scatter: Results that the owners send back to the ranks that store the tiles, and the state of the optimizer
-            variant's stages.
-        relay: Results and stage state that one replica forwards to other replicas.
+        scatter: Results that the owners send back to the ranks that store the tiles, and the optimizer variant's state
+            (such as NorMuon's second moments).
+        relay: Results and variant state that one replica forwards to other replicas.
     """
 
     gather: _Sent = _Sent()
@@ -83,22 +84,23 @@ class BucketCount:
     """Work of one rank in one bucket.
 
     Attributes:
-        number: Index of the bucket in the plan, equal on all ranks that exchange the bucket's matrices; -1 if nothing
-            is exchanged.
-        route: Way in which the bucket's matrices reach the ranks that orthogonalize them, see `plan.plan.Bucket`.
+        number: Index of the bucket in the plan, which is the same on all ranks that exchange the bucket's matrices; -1
+            if nothing is exchanged.
+        route: Way in which the bucket's matrices reach the ranks that orthogonalize them (see `plan.plan.Bucket`).
         num_ranks: Number of ranks that take part in the bucket's exchanges; 1 if nothing is exchanged.
         num_nodes: Number of nodes to which these ranks belong.
-        itemsize: Bytes per element in the batches and in the exchanged data.
+        itemsize: Number of bytes per element in the batches and in the exchanged data.
         matrices: Matrices that this rank orthogonalizes; empty if it orthogonalizes none.
-        held: Number of elements of the bucket whose momentum and weights this rank updates.
+        held: Number of elements in the bucket whose momentum and weights this rank updates.
         sent: Bytes that this rank sends.
         received: Bytes that this rank receives.
-        foreign: Number of elements in `held` that this rank sends to other ranks, which orthogonalize them.
-        idle: Number of elements in `held` that another replica sends to be orthogonalized. This rank receives their
+        foreign: Number of elements in `held` that this rank sends to other ranks for orthogonalization.
+        idle: Number of elements in `held` that another replica sends for orthogonalization. This rank receives the
             results in the relay.
         gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
         relays: True if the bucket has a relay, that is, an exchange that forwards results to other replicas.
-        batches: Bytes of the batches (stacks of equal matrices) in which `matrices` are orthogonalized.
+        batches: Size in bytes of the batches (stacks of matrices of equal shape) in which `matrices` are
+            orthogonalized.
         largest: Number of elements in the largest tile (part of a matrix) that this rank holds.
     """
 
@@ -133,8 +135,8 @@ class BucketCount:
             node_of: Function that maps a rank to the index of its node.
 
         Returns:
-            Rank -> its work in each of its buckets, in the plan's order. The keys are all ranks that take part in the
-            plan, ascending.
+            Dict from each rank in the plan, in ascending order, to the rank's work in each of its buckets, in the
+            plan's order.
         """
         found: dict[int, list[BucketCount]] = {rank: [] for rank in sorted(plan.loads())}
         ways = _ways_in(plan)
@@ -148,15 +150,15 @@ class BucketCount:
 
 
 class _Ways(NamedTuple):
-    """Tiles (parts) of one matrix on all ranks, as arrays with one entry per tile. Entries are sorted by rank, and on
-    each rank by the order in which the rank processes them.
+    """Tiles (parts) of one matrix on all ranks, as arrays with one element per tile. Tiles are sorted by rank and, on
+    each rank, by the order in which the rank processes them.
 
     Attributes:
         at: Rank that stores the tile.
         numel: Number of elements in the tile.
         owner: Rank that orthogonalizes the matrix for rank `at`.
-        source: Rank that exchanges the tile with the owner. Only one rank does so, even if several ranks store copies
-            of the tile. If the owner stores a copy, the source is the owner itself.
+        source: Rank that exchanges the tile with the owner. If several ranks store copies of the tile, only one of them
+            exchanges it with the owner; if the owner stores a copy, the source is the owner.
     """
 
     at: _Ints
@@ -192,7 +194,7 @@ def _ways_in(plan: Plan) -> Callable[[Item], _Ways]:
 def _counts(
     plan: Plan, number: int, bucket: Bucket, ways: Callable[[Item], _Ways], node_of: Callable[[int], int]
 ) -> Iterator[BucketCount]:
-    """Yield the work of each rank in a bucket. `number` is the bucket's index in the plan."""
+    """Yield the work of each rank in one bucket of the plan. `number` is the index of the bucket."""
     items, ranks = [plan.items[n] for n in bucket.items], _ints(bucket.ranks)
     owned, batches = defaultdict[int, Counter[tuple[Any, ...]]](Counter), Counter[int]()
     for item in items:
@@ -211,7 +213,8 @@ def _counts(
     }
     told = list(_told(plan, bucket, ways)) if bucket.exchange else []
     exchanging, relays = bucket.ranks[:1], False
-    if bucket.exchange:  # if each replica has its own owner, the ranks of a replica exchange only among themselves
+    # If each replica has a rank that orthogonalizes the matrix, ranks exchange data only within their replica.
+    if bucket.exchange:
         exchanging = layouts[0].replicas[0] if len(items[0].owners) > 1 else bucket.ranks
         relays = any(of.has_replicas and len(item.owners) == 1 for of, item in zip(layouts, items, strict=True))
     num_nodes = len(set(map(node_of, exchanging)))
@@ -250,13 +253,13 @@ def _counts(
 
 
 def _told(plan: Plan, bucket: Bucket, ways: Callable[[Item], _Ways]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the messages that send the state of post-processing stages, such as NorMuon's second moments, to the ranks
-    that store the state. A message is a tuple (exchange, sender, receiver, bytes).
+    """Yield the messages that carry the optimizer variant's state, such as NorMuon's second moments, to the ranks that
+    store the state. A message is a tuple (exchange, sender, receiver, bytes).
 
-    The sender is usually the matrix's owner, the rank that orthogonalizes the matrix, and the exchange is "scatter".
-    But if the receiver does not exchange any of its tiles (parts of the matrix) with the owner, because other replicas
-    do so, the sender is the rank that exchanges the receiver's first tile. Unless this rank is the owner, the exchange
-    is "relay".
+    Usually, the sender is the matrix's owner (the rank that orthogonalizes the matrix), and the exchange is "scatter".
+    But the receiver may exchange none of its tiles (parts of the matrix) with the owner, because other replicas
+    exchange the same tiles. The sender is then the rank that exchanges the receiver's first tile with the owner, and
+    the exchange is "relay", unless that rank is the owner itself.
     """
     items = map(plan.items.__getitem__, bucket.items)
     travelling = ((item, kept) for item in items for kept in plan.specs[item.param].kept if kept.travels)
@@ -282,13 +285,13 @@ def _sides(
     """Count the bytes and peers of each rank in one exchange.
 
     Args:
-        messages: Three arrays with one entry per message: senders, receivers and numbers of bytes.
-        more: Further messages, each as (sender, receiver, bytes).
+        messages: Three arrays with one element per message: senders, receivers and sizes in bytes.
+        more: Additional messages, each as (sender, receiver, bytes).
         ranks: All ranks that take part, ascending.
-        nodes: Index of the node of each entry of `ranks`.
+        nodes: Index of the node of each rank in `ranks`.
 
     Returns:
-        Two lists with one entry per rank: for sending and for receiving.
+        Two lists with one element per rank: the sent data and the received data.
     """
     num, columns = len(ranks), zip(*more, strict=True) if more else ((), (), ())
     source, target, size = (np.concatenate([one, _ints(new)]) for one, new in zip(messages, columns, strict=True))

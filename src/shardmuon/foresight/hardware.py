@@ -1,23 +1,23 @@
 """Performance data of machines: peak FLOP/s, memory, links, latencies, and the fraction of the peak that matrix
-products of real shapes reach.
+products of practical shapes reach.
 
-`Rates` estimates the seconds that matrix products, exchanges and passes over memory take. Each estimate has three
-values: one with all uncertain numbers at their best, one with all at their middle values, and one with all at their
-worst. A machine's file (`data/hardware/`) gives the source of each number and states whether the number was checked.
-`Rates` records the unchecked numbers that an estimate used, and the tables from which it extrapolated.
+`Rates` estimates the seconds that matrix products, exchanges and passes over memory take. Each estimate consists of
+three values: one computed from the best values of all uncertain numbers, one from the middle values, and one from the
+worst values. A machine's file (`data/hardware/`) gives the source of each number and states whether the number was
+checked. `Rates` records the unchecked numbers that an estimate used, and the tables from which it extrapolated.
 
 [Note: how an exchange is timed]
-    NCCL implements an all-to-all as sends and receives, and has no cost model for an all-to-all. Inside a node, the
-    measured times in the machine's file are used, if there are any. Otherwise the time is the sum of a latency, a
-    latency per peer, and the transfer time on the slower of two paths: the links inside a node, and the rank's share of
-    the network (an all-to-all cannot use the NICs of other ranks: nccl-tests#267).
+    NCCL implements an all-to-all as sends and receives, and has no cost model for an all-to-all. For an exchange inside
+    a node, `Rates` uses the measured times in the machine's file, if there are any. Otherwise the time is the sum of a
+    latency, a latency per peer, and the transfer time on the slower of two paths: the links inside a node, and the
+    rank's share of the network bandwidth (an all-to-all cannot use the NICs of other ranks, see nccl-tests#267).
 
 [Note: batches]
     Matrices of one shape are processed in batches. The batch size depends on the shape and the device. The last batch
     is padded with zeros, which take time but do not count as work in the plan. With a good library, a batch of small
-    products can use a device as well as one large product does. So the efficiency of a batch is between two values: the
-    efficiency of one of its matrices alone, and the efficiency of a single matrix that takes as many operations as the
-    whole batch. The estimated interval covers both values.
+    products can use a device as efficiently as one large product does. So the efficiency of a batch is between two
+    values: the efficiency of one of its matrices alone, and the efficiency of a single matrix that takes as many
+    operations as the whole batch. The estimated interval covers both values.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from shardmuon.orthogonalize.choice import Choice
 #   apply: scale (read W, write W), widen (read the receive buffer, write U), add (read U, read W, write W).
 #   adamw: the fused kernel reads the parameter, the gradient and both moments, and writes all but the gradient.
 _BYTES_MOVED = {"pack": 28, "momentum": 12, "apply": 20, "adamw": 28}
-# Number of kernel launches in five Newton-Schulz steps, for each method: the operations that a TorchDispatchMode sees,
-# without views. These launches happen once per batch, or once per matrix if the method does not batch. Small matrices
-# cannot take less time than their launches.
+# Number of kernel launches in five Newton-Schulz steps, by orthogonalization method: the operations that a
+# TorchDispatchMode sees, excluding views. These launches happen once per batch, or once per matrix if the method does
+# not batch matrices. The launch time is a lower bound on the time that small matrices take.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
-# Meaning and unit of each number in a hardware file. A key is a number's name, or the first words of the names of
-# several related numbers. Parentheses after a table's unit name the size by which the table is indexed.
+# Meaning and unit of each number in a hardware file. A key is the name of a number, or the first words that the names
+# of several related numbers have in common. Parentheses after a table's unit name the size by which the table is
+# indexed.
 _NUMBERS = {
     "peak": "FLOP/s of dense matrix products of one rank, by dtype",
     "memory_bytes": "memory of one device",
@@ -74,7 +75,8 @@ _NUMBERS = {
     "mfu": "share of the peak that forward and backward reach in training",
     "efficiency of": 'share of the peak (short side), by what is multiplied: "METHOD DTYPE", a dtype, or "any"',
 }
-# Optional numbers of a hardware file. All of them are times, or factors on times, so lower is better.
+# Optional numbers in a hardware file. All of them are times or factors by which times are multiplied, so lower is
+# better.
 _OPTIONAL = {
     "all-to-all": "seconds (bytes that a rank sends), by ranks of one node",
     "pass pack": "seconds an element (elements of a fragment)",
@@ -98,12 +100,12 @@ class _Known:
 
     Attributes:
         source: Origin of the number: an address, a datasheet or a command.
-        verified: True if the number was read in the source itself; False if the number is derived or second-hand.
-        rows: Aspect ratio of a matrix (long side / short side) -> rows sorted by size. The aspect ratio is 1 if the
-            table does not depend on it. Values between two rows are interpolated linearly in the logarithms of size and
-            value. A single number is stored as one row of size 1.
-        slope: Behavior beyond the last size: 0 if the value stays constant (a rate), 1 if the value grows in proportion
-            to the size (a time).
+        verified: True if the number was taken directly from the source; False if the number is derived or second-hand.
+        rows: Dict from the aspect ratio of a matrix (long side / short side) to rows sorted by size. The only key is 1
+            if the table does not depend on the aspect ratio. Values between two rows are interpolated linearly in the
+            logarithms of size and value. A single number is stored as one row of size 1.
+        slope: Behavior beyond the last size: 0 if the value stays constant (such as a rate), 1 if the value grows in
+            proportion to the size (such as the time of an exchange).
     """
 
     source: str
@@ -112,10 +114,10 @@ class _Known:
     slope: float = 0.0
 
     def at(self, size: float = 1.0, aspect: float = 1.0) -> tuple[_Ends, bool]:
-        """Look up the value at a size > 0 and an aspect ratio of a matrix.
+        """Look up the value for a size above 0 and, for matrices, an aspect ratio.
 
         The value is interpolated by size at each of the two neighboring aspect ratios, then between the two results.
-        Returns the value as (least, middle, largest), and True if the value is extrapolated.
+        Return the value as (least, middle, largest), and True if the value is extrapolated.
         """
         aspects = sorted(self.rows)
         along, outside = zip(*(self._along(self.rows[one], size) for one in aspects), strict=True)
@@ -123,8 +125,8 @@ class _Known:
         return value, any(outside) or (len(aspects) > 1 and aspect > aspects[-1])
 
     def _along(self, rows: Sequence[_Row], size: float) -> tuple[_Ends, bool]:
-        # Beyond the last size, a time grows with the size. Below the first size, a time is constant, because short
-        # operations take their latency.
+        # A value with slope 1 is a time. Beyond the last size, the time grows with the size. Below the first size, the
+        # time is constant, because latency dominates short operations.
         sizes, *ends = zip(*rows, strict=True)
         beyond = max(1.0, size / sizes[-1]) ** self.slope
         value = beyond * np.array([_between(size, sizes, values) for values in ends])
@@ -133,7 +135,7 @@ class _Known:
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
     """Interpolate between values measured at ascending `places`, linearly in the logarithms of place and value. At a
-    measured place, the result is exactly the measured value; beyond an end, the result is the value at that end."""
+    measured place, the result is exactly the measured value. Beyond either end, the result is the value at that end."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
@@ -149,8 +151,8 @@ class Hardware:
         name: Name that selects the machine in commands, such as "h100".
         title: Description shown in reports.
         device: Type of torch device, such as "cuda" or "cpu". The device determines the defaults for planning a job.
-        numbers: Name -> number or table. Examples of names are "link", "peak bfloat16" and "all-to-all 4"; `_NUMBERS`
-            and `_OPTIONAL` describe all of them.
+        numbers: Dict from a name, such as "link", "peak bfloat16" or "all-to-all 4", to a number or table. `_NUMBERS`
+            and `_OPTIONAL` describe all names.
         notes: Remarks that reports print next to their time estimates.
     """
 
@@ -162,15 +164,15 @@ class Hardware:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """List the names of the machines whose hardware files come with the package."""
+        """List the names of the machines whose hardware files are part of the package."""
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
     @classmethod
     def load(cls, name: str | Path) -> Hardware:
-        """Load the data of a machine.
+        """Load the performance data of a machine.
 
         Args:
-            name: Name of a machine, such as "h100", or path of a hardware file (.yaml or .yml).
+            name: Name of a machine, such as "h100", or path to a hardware file (.yaml or .yml).
 
         Raises:
             ImportError: PyYAML is not installed.
@@ -208,7 +210,7 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """Number of ranks on a node, which fast links connect."""
+        """Number of ranks on one node, which are connected by fast links."""
         return int(self.middle("gpus_per_node"))
 
     def efficiency(self, how: str, dtype: str) -> str:
@@ -233,13 +235,14 @@ class Hardware:
 
 @dataclass
 class Rates:
-    """Estimate the seconds that work takes on a machine, and record which unreliable numbers the estimates used.
+    """Estimate how many seconds work takes on a machine, and record which unreliable numbers the estimates used.
 
     Attributes:
         hardware: Machine on which every rank runs.
-        unverified: Name -> source, for each number that an estimate used although nobody has checked the number.
-        extrapolated: Lookups beyond a table's ends, as the keys "table: size" of a dict, in the order of the lookups.
-            All values are None.
+        unverified: Dict from name to source, for each number that an estimate used although nobody has checked the
+            number.
+        extrapolated: Lookups beyond the ends of a table, in the order of the lookups. This dict is used as an ordered
+            set: its keys are strings "table: size", and its values are None.
     """
 
     hardware: Hardware
@@ -247,23 +250,23 @@ class Rates:
     extrapolated: dict[str, None] = field(default_factory=dict)
 
     def of(self, name: str, size: float = 1.0, where: str = "") -> _Ends:
-        """Look up a number, or a table's value at a size, as (best, middle, worst). If the size is beyond the table's
-        ends, the lookup is recorded in `extrapolated` under the description `where`, unless `where` is empty."""
+        """Look up a number, or a table's value at a size, and return it as (best, middle, worst). If the size is beyond
+        the table's ends, record the lookup in `extrapolated` under the description `where`, unless `where` is empty."""
         known = self.hardware[name]
         found, outside = known.at(size)
         self._note(name, known, where if outside else "")
-        # The best value is the least value of a time, and the largest value of a rate.
+        # For a time, the smallest value is the best; for a rate, the largest value is the best.
         is_time = name.startswith(("latency", "agreement", "host", "launch", *_OPTIONAL))
         return found if is_time else found[::-1]
 
     def product(self, rows: int, cols: int, how: str, count: int, flops: int) -> _Ends:
-        """Estimate the seconds to orthogonalize `count` matrices of one shape on one rank, see [Note: batches].
+        """Estimate the seconds to orthogonalize `count` matrices of one shape on one rank (see [Note: batches]).
 
         Args:
             rows, cols: Shape of each matrix.
             how: A `Choice` as a string: the orthogonalization method and the dtype of its matrix products.
             count: Number of matrices.
-            flops: Floating point operations to orthogonalize one matrix.
+            flops: Number of floating point operations that orthogonalizing one matrix takes.
         """
         if not flops or not count:
             return np.zeros(3)
@@ -275,7 +278,7 @@ class Rates:
         size = batch_size(rows, cols, device) if choice.method in ("standard", "gram") else 1
         alone, outside = table.at(short, aspect)
         # A batch with more work than the table's largest matrix gets the largest matrix's efficiency. This lookup is
-        # not recorded as an extrapolation, because extrapolations are reported by the size of a single matrix.
+        # not recorded as an extrapolation, because only single matrices larger than those in the table are reported.
         filled, _ = table.at(short * size ** (1 / 3), aspect)
         self._note(name, table, f"{rows}x{cols}" if outside else "")
         share = np.array([max(alone[2], filled[2]), math.sqrt(alone[1] * filled[1]), min(alone[0], filled[0])])
@@ -286,14 +289,16 @@ class Rates:
     def exchange(
         self,
         num_ranks: int,
-        # bytes that a rank sends to ranks on its own node, or bytes that it receives from them, whichever are more
+        # bytes that a rank exchanges with ranks on the same node: the number sent or the number received, whichever is
+        # larger
         inside: int,
-        # bytes that a rank sends to ranks on other nodes, or bytes that it receives from them, whichever are more
+        # bytes that a rank exchanges with ranks on other nodes: the number sent or the number received, whichever is
+        # larger
         across: int,
         num_peers: int,
         spans_nodes: bool,
     ) -> dict[str, _Ends]:
-        """Estimate the seconds of one all-to-all, split into "latency" and "wire" (the transfer time), see
+        """Estimate the seconds that one all-to-all takes, split into "latency" and "wire" (the transfer time). See
         [Note: how an exchange is timed]."""
         if num_ranks <= 1:
             return {"latency": np.zeros(3), "wire": np.zeros(3)}
@@ -314,13 +319,13 @@ class Rates:
         return {"latency": latency + self.of("latency_peer") * num_peers, "wire": wire}
 
     def passed(self, what: str, elements: int, fragment: float, wire_bytes: int) -> _Ends:
-        """Estimate the seconds of a pass over memory, such as applying updates to weights.
+        """Estimate the seconds that a pass over memory takes, such as applying updates to weights.
 
         Args:
             what: Kind of pass, a key of `_BYTES_MOVED`.
             elements: Total number of elements.
-            fragment: Mean number of elements in a fragment, which is the part of a matrix that a rank holds.
-            wire_bytes: Bytes per element in the buffers that are sent or received.
+            fragment: Mean number of elements in a fragment, that is, in the part of a matrix that a rank holds.
+            wire_bytes: Number of bytes per element in the buffers that are sent or received.
         """
         if not elements:
             return np.zeros(3)
@@ -330,7 +335,7 @@ class Rates:
         return self.memory(elements * (_BYTES_MOVED[what] + of_wire.get(what, 0)))
 
     def memory(self, size: int) -> _Ends:
-        """Estimate the seconds that a device takes to move `size` bytes, the sum of the bytes read and written."""
+        """Estimate the seconds that a device takes to move `size` bytes, where both reads and writes count."""
         return size / (self.of("memory_bandwidth") * self.of("memory_efficiency"))
 
     def slowdown(self, num_ranks: int) -> _Ends:
@@ -351,10 +356,10 @@ class Rates:
 
 
 def _parse(data: Any, where: str) -> Hardware:
-    """Check and convert the content of a hardware file. `where` is the file's name, for error messages.
+    """Validate and convert the contents of a hardware file. `where` is the file's name, for error messages.
 
     Raises:
-        ValueError: The content is incomplete or wrong. The message lists the faults.
+        ValueError: The contents are incomplete or wrong. The message lists the faults.
     """
     given = data.get("numbers") if isinstance(data, Mapping) else None
     if not isinstance(given, Mapping):
@@ -369,8 +374,8 @@ def _parse(data: Any, where: str) -> Hardware:
     numbers = {}
     for (name, kind), found in zip(kinds.items(), given.values(), strict=True):
         try:
-            # Beyond the last size, values of all-to-all and "ranks at once" tables grow in proportion to the size, and
-            # values of other tables stay constant.
+            # Beyond the last size, values in "all-to-all" and "ranks at once" tables grow in proportion to the size,
+            # and values in all other tables stay constant.
             numbers[name] = _known(found, 1.0 if kind in ("all-to-all", "ranks at once") else 0.0)
         except (KeyError, TypeError, ValueError) as wrong:
             raise ValueError(f"{where}: {name}: {'lacks ' * isinstance(wrong, KeyError)}{wrong}") from wrong
@@ -378,8 +383,8 @@ def _parse(data: Any, where: str) -> Hardware:
 
 
 def _known(data: Any, slope: float) -> _Known:
-    """Parse an entry of a hardware file. An entry gives a value, the two ends of an interval, the rows of a table, or
-    such rows for each of several aspect ratios. `slope` is the attribute of the result."""
+    """Parse one number or table in a hardware file, written as a value, the two ends of an interval, the rows of a
+    table, or a dict from aspect ratio to rows. `slope` becomes the attribute of the result."""
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be {{value: .., source: .., verified: true|false}}, found {data!r}")
     ends = (data["value" if "value" in data else end] for end in ("low", "high"))
@@ -404,7 +409,7 @@ def _measured(rows: Sequence[Sequence[float]]) -> tuple[_Row, ...]:
 
 
 def _row(numbers: Sequence[float]) -> _Row:
-    """Parse a row of a table into (size, least, middle, largest value). The default of the middle value is the
+    """Parse a row of a table into (size, least, middle, largest value). If the row has no middle value, use the
     geometric mean of the least and the largest value, or half of the largest value if the least value is 0."""
     if len(numbers) not in (3, 4):
         raise ValueError(f"a row is [size, low, middle, high] or [size, low, high], found {list(numbers)}")

@@ -2,8 +2,8 @@
 
 [Note: units]
     A unit is a set of parameters that are planned together: the parameters of one pipeline stage or, under ZeRO, those
-    of one optimizer group in a stage. Layouts come from the functions in layout/ that also read live tensors, so the
-    plan's digests equal the digests in the live job.
+    of one optimizer group in a stage. Layouts come from the same functions in layout/ that read the layouts of real
+    tensors, so the plan's digests equal those in the real job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardmuon.variants import Stage
 
 _AXES = ("dp", "shard", "tp", "ep", "pp")
 _MOST_RANKS = 10_240
-_Ranges = tuple[tuple[int, int], ...]  # for each rank, the elements [start, stop) of a flattened parameter
+_Ranges = tuple[tuple[int, int], ...]  # range [start, stop) of a flattened parameter's elements, for each rank
 
 
 # ----------------------------------------------------------------------------------------------------------- the mesh
@@ -54,11 +54,12 @@ class _Mesh:
     """Arrangement of a job's ranks. Ranks are numbered in the order (pp, dp, shard, tp), with the last axis fastest.
 
     Attributes:
-        dp: Number of replicas (DDP's ranks, or HSDP's outer axis). With engine "zero", the number of ranks over which
-            flat buffers are sharded.
+        dp: Number of replicas (DDP's ranks, or HSDP's outer axis). With the engine "zero", this is the number of ranks
+            over which flat buffers are sharded.
         shard: Number of ranks over which parameters are sharded (FSDP).
         tp: Number of tensor-parallel ranks.
-        ep: Number of expert-parallel ranks. They are taken from the shard x tp ranks, so they do not increase `world`.
+        ep: Number of expert-parallel ranks. They are taken from the shard x tp ranks, so `ep` does not increase
+            `world`.
         pp: Number of pipeline stages.
         gpus_per_node: Number of ranks on one node.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP), or "zero" (DeepSpeed's ZeRO 1 and
@@ -89,7 +90,7 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
 
     Args:
         text: ``axis=size`` pairs separated by spaces or commas; omitted axes have size 1.
-        engine: "torch" or "zero", see `_Mesh`.
+        engine: "torch" or "zero" (see `_Mesh`).
         gpus_per_node: Number of ranks on a node.
 
     Raises:
@@ -144,7 +145,7 @@ def _parse_mesh(text: str, engine: str = "torch", gpus_per_node: int = 8) -> _Me
 # -------------------------------------------------------------------------------------------------------- parameters
 
 # Module names in Hugging Face's models, torchtitan, GPT-2 and Megatron. Tensor parallelism shards the weights of
-# _COLUMN's modules along their outputs, and the weights of _ROW's modules along their inputs.
+# modules that match `_COLUMN` along their outputs, and those of modules that match `_ROW` along their inputs.
 _COLUMN = re.compile(
     r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
     r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
@@ -163,10 +164,13 @@ class _Param:
         shape: Global shape.
         group: Index of the parameter's optimizer group.
         use_muon: True if Muon updates the parameter, False if AdamW updates it.
-        view: The matrices that Muon orthogonalizes in the parameter; there are none if AdamW updates the parameter.
-        cut: Dim that tensor parallelism shards, as a negative index; None if the parameter is replicated.
+        view: View of the parameter as matrices that Muon orthogonalizes; it has no matrices if AdamW updates the
+            parameter.
+        cut: Dim along which tensor parallelism shards the parameter, as a negative index; None if the parameter is
+            replicated.
         expert: True if the first dim indexes experts.
-        layer: Index of the layer; -1 for parameters before all layers, `_AFTER` for parameters after them.
+        layer: Index of the layer that contains the parameter; -1 for parameters before all layers, `_AFTER` for
+            parameters after all layers.
     """
 
     name: str
@@ -180,17 +184,17 @@ class _Param:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the whole parameter."""
+        """Number of elements in the unsharded parameter."""
         return math.prod(self.shape)
 
 
 def _parameters_of(
     groups: Sequence[Mapping[str, Any]], settings: Sequence[Settings | None], module: nn.Module
 ) -> list[_Param]:
-    """List every trainable parameter, in the order of the optimizer's groups.
+    """List all trainable parameters, in the order of the optimizer's groups.
 
     Args:
-        groups: Groups of the optimizer, with `param_names`.
+        groups: Parameter groups of the optimizer, with `param_names`.
         settings: Muon options of each group; None for a group that AdamW updates.
         module: The model.
     """
@@ -212,11 +216,11 @@ def _parameters_of(
 
 
 def _cut(name: str, num_dims: int, transposed: bool) -> int | None:
-    """Find the dim along which tensor parallelism shards a parameter, from the name of its module.
+    """Infer the dim along which tensor parallelism shards a parameter from the name of the parameter's module.
 
     Args:
         name: Name of the parameter.
-        num_dims: Number of its dims.
+        num_dims: Number of dims of the parameter.
         transposed: True for a weight that is stored as (inputs, outputs).
 
     Returns:
@@ -234,8 +238,8 @@ def _layers(module: nn.Module) -> dict[int, int]:
     """Return a dict from the id of each parameter to the index of its layer: -1 before the layers, `_AFTER` after the
     layers.
 
-    A model can have several lists of numbered modules. The list with the highest number is taken as the layers; its
-    prefix is, for example, "model.layers".
+    A model can have several lists of numbered modules, such as the layers of an encoder and those of a decoder. The
+    list with the highest number is taken as the layers. Its prefix is, for example, "model.layers".
     """
     named = list(module.named_parameters())
     numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
@@ -248,19 +252,19 @@ def _layers(module: nn.Module) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------- units
 
 
-# A tuple (parameter, layout, mesh with the parameter's placements). The mesh is None for parameters in flat buffers.
+# tuple (parameter, layout, mesh with the parameter's placements), where the mesh is None for parameters in flat buffers
 _Placed = tuple[_Param, ParamLayout, OnMesh | None]
 
 
 class _Unit(NamedTuple):
-    """A set of parameters that share one plan, see [Note: units].
+    """Set of parameters that are planned together (see [Note: units]).
 
     Attributes:
         ranks: Ranks that store the parameters.
-        placed: The parameters with their layouts.
-        stepped: Number of elements that each rank updates in a flat buffer (ZeRO), padding included, while every rank
-            stores the weights of the whole buffer. 0 if there is no flat buffer: each rank then stores and updates only
-            its shards.
+        placed: The parameters, with their layouts.
+        stepped: With ZeRO, the number of elements in the part of the flat buffer that each rank updates, including
+            padding; every rank stores the weights of the whole buffer. Without a flat buffer, 0: each rank stores and
+            updates only its shards.
         stage: Index of the pipeline stage. Stages with equal parameters share the index of the first such stage.
     """
 
@@ -270,8 +274,8 @@ class _Unit(NamedTuple):
     stage: int = 0
 
     def elements(self) -> NDArray[np.int64]:
-        """Count the unit's elements on each rank. Returns an array of shape (4, ranks). Its rows are the elements that
-        Muon updates, the elements that AdamW updates, the stored weights, and the scales of 8-bit momentum."""
+        """Count the unit's elements on each rank. Return an array of shape (4, ranks), whose rows count the elements
+        that Muon updates, the elements that AdamW updates, the stored weights, and the scales of 8-bit momentum."""
         muon, adamw, stored, scales = found = np.zeros((4, len(self.ranks)), dtype=np.int64)
         held = {layout: _held(layout) for layout in {layout for _, layout, _ in self.placed}}
         for param, layout, _ in self.placed:
@@ -280,15 +284,16 @@ class _Unit(NamedTuple):
             of_kind += numel
             stored += numel
             scales += num_scales * param.use_muon
-        if self.stepped:  # a flat buffer belongs to one optimizer group, so either Muon or AdamW updates all of it
+        # A flat buffer belongs to one optimizer group, so either Muon or AdamW updates the whole buffer.
+        if self.stepped:
             found[0 if self.placed[0][0].use_muon else 1] = self.stepped
             found[2] = self.stepped * len(self.ranks)
         return found
 
 
 def _held(layout: ParamLayout) -> NDArray[np.int64]:
-    """Count the elements of a parameter that each rank holds, and the scales that 8-bit momentum needs for them.
-    Returns an array of shape (2, ranks), whose columns are in the order of `layout.ranks`."""
+    """Count the elements of a parameter that each rank holds, and the scales that 8-bit momentum needs for these
+    elements. Return an array of shape (2, ranks), whose columns are in the order of `layout.ranks`."""
     rows, known = layout.view.num_row_dims, dict[object, tuple[int, int]]()
     for of_rank in set(layout.held):
         pieces = [held.piece for held in of_rank]
@@ -299,7 +304,7 @@ def _held(layout: ParamLayout) -> NDArray[np.int64]:
 
 
 def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
-    """Split the parameters of a job into units, which are planned separately ([Note: units]).
+    """Split the parameters of a job into units, which are planned separately (see [Note: units]).
 
     Args:
         params: Trainable parameters, in the order of the optimizer's groups.
@@ -320,8 +325,8 @@ def _make_units(params: Sequence[_Param], mesh: _Mesh) -> list[_Unit]:
 def _stages_of(params: Sequence[_Param], mesh: _Mesh) -> list[list[_Param]]:
     """Divide parameters among pipeline stages.
 
-    Layers are divided evenly. If there is a remainder, each of the first stages gets one layer more than each of the
-    last stages. The first stage also gets the parameters before the layers, and the last stage those after the layers.
+    Layers are divided evenly; if there is a remainder, each of the first stages gets one additional layer. The first
+    stage also gets the parameters that come before the layers, and the last stage those that come after the layers.
     """
     if mesh.pp == 1:
         return [list(params)]
@@ -363,9 +368,9 @@ def _place(param: _Param, mesh: _Mesh, ranks: Ranks) -> OnMesh:
     """Return the placements that a parameter has after `parallelize_module` and then `fully_shard`. Experts are placed
     as in torchtitan, and DDP's plain tensors are treated as replicated DTensors.
 
-    With ep > 1, experts are on a mesh (dp, shard x tp / ep, ep). Expert parallelism gives whole experts to each of its
-    ranks. FSDP then shards these experts along dim 1 if the last two mesh axes have more ranks than there are experts,
-    and otherwise along dim 0, which indexes experts.
+    With ep > 1, experts are placed on a mesh of shape (dp, shard x tp / ep, ep). Expert parallelism assigns whole
+    experts to each rank of the last axis. FSDP then shards these experts along dim 1 if the last two mesh axes have
+    more ranks than there are experts, and otherwise along dim 0, which indexes experts.
     """
     axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
@@ -407,11 +412,12 @@ def _flat_buffers(params: Sequence[_Param], mesh: _Mesh, ranks: Ranks) -> list[_
 
 
 def _in_parts(at: int, size: int, part: int, num_ranks: int) -> _Ranges:
-    """Divide a parameter among the ranks that share a flat buffer. The parameter has the elements [at, at + size) of
-    the buffer, and each of `num_ranks` ranks has `part` consecutive elements of the buffer.
+    """Divide a parameter among the ranks that share a flat buffer. The parameter occupies the elements [at, at + size)
+    of the buffer, and each of `num_ranks` ranks stores `part` consecutive elements of the buffer.
 
     Returns:
-        For each rank, its elements [start, stop) of the flattened parameter; (0, 0) if it has none.
+        For each rank, the range [start, stop) of the flattened parameter that the rank stores; (0, 0) if it stores no
+        element.
     """
     cuts = [min(max(rank * part - at, 0), size) for rank in range(num_ranks + 1)]
     return tuple((start, stop) if start < stop else (0, 0) for start, stop in itertools.pairwise(cuts))
@@ -426,7 +432,7 @@ class _Stored(NamedTuple):
 
     Attributes:
         weights: Bytes of the parameters.
-        gradients: Bytes of the gradients at the time when `step()` is called.
+        gradients: Bytes of the gradients when `step()` is called.
         momentum: Bytes of Muon's momentum, including the scales of 8-bit momentum.
         moments: Bytes of AdamW's two moments.
         masters: Bytes of the fp32 copies of the weights that ZeRO keeps.
@@ -446,16 +452,17 @@ class _Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class _RankClass:
-    """A set of ranks that store equally many bytes and do equal work. All counts are per rank.
+    """Set of ranks that store the same number of bytes and do the same amount of work. All counts are per rank.
 
     Attributes:
         ranks: The ranks, ascending.
         stage: Index of the ranks' pipeline stage.
         stored: Bytes stored between steps.
         buckets: Work in each bucket, in the order in which the buckets run.
-        muon_elements: Number of elements that Muon updates on a rank. Replicated elements count on every rank.
+        muon_elements: Number of elements that Muon updates on a rank. Replicated elements are counted on every rank.
         adamw_elements: Number of elements that AdamW updates on a rank.
-        votes: Number of votes before a step. In a vote, the ranks that exchange data agree to take the step.
+        votes: Number of votes before a step. In a vote, ranks that exchange data with each other agree to take the
+            step.
     """
 
     ranks: tuple[int, ...]
@@ -473,7 +480,7 @@ class _RankClass:
 
     @property
     def flops(self) -> int:
-        """Floating point operations that a rank spends on orthogonalization in a step."""
+        """Number of floating point operations that a rank spends on orthogonalization in one step."""
         return sum(m.num * m.flops for bucket in self.buckets for m in bucket.matrices)
 
     @property
@@ -488,7 +495,7 @@ class _RankClass:
         """Upper bound on the bytes that a step needs in addition to `stored`.
 
         The bound covers the batches and exchange buffers of two buckets, a workspace of four times the batches of one
-        bucket, and 8 bytes for each element whose momentum is updated at the same time (docs/memory.md).
+        bucket, and 8 bytes for each element whose momentum is updated at the same time (see docs/memory.md).
         """
         moved = (b.batches + sum(side.bytes for side in (*b.sent, *b.received)) for b in self.buckets)
         work = max((b.batches for b in self.buckets), default=0)
@@ -502,23 +509,25 @@ class _RankClass:
 
     @property
     def orthogonalized(self) -> int:
-        """Number of matrices that a rank orthogonalizes in a step; equals `Traffic.orthogonalized`."""
+        """Number of matrices that a rank orthogonalizes in a step. It equals `Traffic.orthogonalized`."""
         return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact counts of one model on one mesh.
+    """Exact counts of what each rank stores, sends and computes, for one model on one mesh.
 
     Attributes:
         model: Name of the model, for reports.
         source: Origin of the model's shapes: an address, a file or a function.
-        muon_params, adamw_params: Number of the model's elements that Muon updates, and that AdamW updates. Tied
+        muon_params, adamw_params: Numbers of parameter elements that Muon and AdamW update, respectively. Tied
             parameters count once.
         mesh: Arrangement of the job's ranks.
-        classes: Classes of ranks that store equally many bytes and do equal work, sorted by their lowest ranks.
-        digests: "index of the plan: ranks" -> hex digest of a part of the plan, for each group of ranks that exchange
-            data. The digests equal `Plan.digests` in the live job.
+        classes: Classes of ranks that store the same number of bytes and do the same amount of work, sorted by the
+            lowest rank in each class.
+        digests: Dict with one item for each group of ranks that exchange data: its key is "index of the plan: ranks",
+            and its value is the hex digest of the group's part of the plan. The digests equal `Plan.digests` in the
+            real job.
         options: Other inputs of the plan as strings, by name: device, dtype of weights, and the optimizer's options
             that do not have their default values.
         tokens_flops: Floating point operations per token in the forward and backward pass, 6 x active parameters; 0 if
@@ -551,17 +560,17 @@ class Exact:
     ) -> Exact:
         """Plan a job without starting its ranks, and count what each rank stores, sends and computes.
 
-        Routing, layouts and the plan are made by the same code as in a live job, so `Exact.digests` equal the digests
-        of a live job with the same options.
+        Parameters are routed, laid out and planned by the same code as in a real job, so `Exact.digests` equal the
+        digests of a real job with the same options.
 
         Args:
-            model: Name of a preset, path of a config.json, MODULE:FUNCTION or a module, see `models.load_model`.
+            model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (see `models.load_model`).
             mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8".
-            engine: Framework that shards parameters: "torch" or "zero", see `_Mesh`.
+            engine: Framework that shards parameters: "torch" or "zero" (see `_Mesh`).
             gpus_per_node: Number of ranks on a node.
             device: Type of torch device: "cuda" or "cpu".
             weights: dtype of the model's parameters. Except under ZeRO, their gradients have the same dtype.
-            machine: Machine whose speed decides how matrices are divided into buckets. Default: an H100, or a CPU if
+            machine: Machine whose speed determines how matrices are divided into buckets. Default: an H100, or a CPU if
                 `device` is "cpu".
             active_params: Number of parameter elements used per token. Default: the preset's number. For a model that
                 is not a preset, the default is the number of all elements except embeddings, or 0 (unknown) if the
@@ -610,11 +619,11 @@ class Exact:
 
     @classmethod
     def of_plan(cls, plan: Plan, gpus_per_node: int = 8, world: int | None = None) -> Exact:
-        """Count the work in an existing plan. AdamW's elements and the bytes stored between steps are given as 0,
-        because a plan does not contain them.
+        """Count the work in an existing plan. Counts of AdamW's elements and of the bytes stored between steps are 0,
+        because a plan does not contain this information.
 
         Args:
-            plan: Plan of a live optimizer, or a plan made by hand.
+            plan: Plan of an existing optimizer, or a plan constructed by hand.
             gpus_per_node: Number of ranks on a node. A rank's node is rank // gpus_per_node.
             world: Number of ranks in the job. Default: the highest rank in the plan, plus 1.
         """
@@ -634,7 +643,7 @@ class Exact:
 
     @property
     def largest(self) -> _RankClass:
-        """The class of ranks that needs the most memory during a step."""
+        """Class of the ranks that need the most memory during a step."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
 
@@ -656,12 +665,13 @@ class _Planned:
                 f"engine zero keeps fp32 momentum and weights itself, and refuses {self.config.stored()}. Leave that "
                 "out (--momentum of the command)"
             )
-        with warnings.catch_warnings():  # hide warnings, because the live job issues the same ones
+        with warnings.catch_warnings():  # Hide these warnings, because the real job issues them, too.
             warnings.simplefilter("ignore")
             groups = Muon(module, **{"lr": 0.02, **options}).param_groups
         self._options = OptionsReader().read(groups)
         self.params = _parameters_of(groups, self._options, module)
-        self._specs: dict[tuple[int, ParamLayout], Spec] = {}  # (index of the group, layout) -> spec of a parameter
+        # dict from (index of the group, layout) to the plan's description (`Spec`) of a parameter
+        self._specs: dict[tuple[int, ParamLayout], Spec] = {}
 
     def spec_of(self, placed: _Placed) -> Spec:
         param, layout, place = placed
@@ -690,13 +700,13 @@ class _Planned:
             yield _RankClass((), unit.stage, stored, buckets.get(rank, ()), muon, adamw, int(rank in voting))
 
     def _stored(self, muon: int, adamw: int, weights: int, scales: int) -> _Stored:
-        """Compute the bytes that a rank stores between steps.
+        """Compute the number of bytes that a rank stores between steps.
 
         Args:
             muon: Number of elements that Muon updates.
             adamw: Number of elements that AdamW updates.
-            weights: Number of elements of the weights that the rank stores.
-            scales: Number of scales of 8-bit momentum.
+            weights: Number of weight elements that the rank stores.
+            scales: Number of scales that 8-bit momentum needs.
         """
         size, momentum = self._weights.itemsize, self.config.momentum_dtype
         if self._mesh.engine == "zero":
@@ -714,7 +724,7 @@ def _classes_of(shares: Mapping[int, Sequence[_RankClass]]) -> tuple[_RankClass,
     """Group ranks into classes with equal counts in all units.
 
     Args:
-        shares: Rank -> the rank's counts in each of its units, as a `_RankClass` with empty `ranks`.
+        shares: Dict from rank to the rank's counts in each of its units, each as a `_RankClass` with empty `ranks`.
     """
     members: dict[tuple[_RankClass, ...], list[int]] = {}
     for rank in sorted(shares):

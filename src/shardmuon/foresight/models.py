@@ -1,9 +1,9 @@
-"""Make models whose parameters have shapes but no values. A model can come from a preset, a Hugging Face configuration,
-a function or the user's module.
+"""Build models whose parameters have shapes but no values, from a preset, a Hugging Face configuration, a function or
+the user's module.
 
 [Note: active parameters]
     Training takes 6 FLOPs (forward and backward) per token and active parameter. All parameters are active except
-    embedding tables, which need no matrix product, and experts to which the token is not routed. For models with
+    embedding tables, which need no matrix product, and the experts to which a token is not routed. For models with
     experts, the number of active parameters comes from the preset or from the user.
 """
 
@@ -35,15 +35,15 @@ def load_model(model: str | nn.Module, meta: bool = True) -> tuple[str, str, nn.
     """Load a model from a preset, a Hugging Face configuration, a function or a module.
 
     Args:
-        model: Name of a preset, path of a Hugging Face config.json or of its folder, MODULE:FUNCTION, or a module
+        model: Name of a preset, path to a Hugging Face config.json or its folder, MODULE:FUNCTION, or a module
             (preferably on the meta device).
         meta: True to run FUNCTION under the meta device. Presets and configurations are always built on the meta
             device.
 
     Returns:
         The model's name; the origin of its shapes (an address, a file or a function); the module; and the number of
-        parameter elements used per token ([Note: active parameters]). This number is 0, for unknown, if the model
-        has experts and is not a preset.
+        parameter elements used per token (see [Note: active parameters]). This number is 0, which stands for unknown,
+        if the model has experts and is not a preset.
 
     Raises:
         ValueError: `model` is none of these, or the shapes cannot be determined from it.
@@ -72,11 +72,11 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _active_of(module: nn.Module) -> int:
-    """Count the parameter elements that each token uses, see [Note: active parameters]. Returns 0 for a model with
+    """Count the parameter elements that each token uses (see [Note: active parameters]). Return 0 for a model with
     experts, because the number of experts per token is unknown."""
     held = [(p, places) for p, places in Placed.all_in(module) if not all(place.is_table for place in places)]
     named = r"(^|\.)(routed_|local_|moe_)?experts(\.|$)"
-    # A 3-D parameter counts as a stack of experts.
+    # A 3-D parameter is assumed to be a stack of experts.
     has_experts = any(p.ndim == 3 or re.search(named, places[0].name) for p, places in held)
     return 0 if has_experts else sum(p.numel() for p, _ in held)
 
@@ -87,7 +87,7 @@ def _is_config(text: str) -> bool:
 
 
 def _from_config(text: str) -> nn.Module:
-    """Build a model from a Hugging Face config with transformers, on the meta device."""
+    """Build a model on the meta device from a Hugging Face config, using transformers."""
     if not Path(text).exists():
         raise FileNotFoundError(f"{text}: there is no such file")
     try:
@@ -99,7 +99,7 @@ def _from_config(text: str) -> nn.Module:
     kind = getattr(given, names[0], None) if names else None
     with torch.device("meta"):
         model = given.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
-    if hasattr(model, "tie_weights"):  # on the meta device, transformers does not tie weights by itself
+    if hasattr(model, "tie_weights"):  # On the meta device, transformers does not tie weights automatically.
         model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
@@ -114,7 +114,7 @@ def _from_function(text: str, meta: bool) -> nn.Module:
     path = Path(module_name)
     is_file = path.suffix == ".py"
     folder = str(path.parent.resolve() if is_file else Path.cwd())
-    sys.path.insert(0, folder)  # put the folder on the import path, as `python -m` does with the current folder
+    sys.path.insert(0, folder)  # Add the folder to the import path, as `python -m` does with the current folder.
     try:
         found: Any = pkgutil.resolve_name(f"{path.stem if is_file else module_name}:{name}")
     finally:
@@ -128,18 +128,19 @@ def _from_function(text: str, meta: bool) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------ modules from shapes
 
-_Make = Callable[[Ints], nn.Module]  # function that makes a module from the shape of the module's first parameter
+_Make = Callable[[Ints], nn.Module]  # function that creates a module, given the shape of the module's first parameter
 
 
 @cache
 def _type(name: str) -> type[nn.Module]:
-    """Make a module class with the given name. Routing recognizes some modules by the name of their class."""
+    """Create a module class with the given name, because the routing of parameters recognizes some modules by their
+    class name."""
     return type(name, (nn.Module,), {})
 
 
 def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
-    """Make a module of class `kind` without parameters, with the attributes `numbers`, which routing reads. The
-    `__init__` of the class is not called, because it would create parameters and initialize them."""
+    """Create a module of class `kind` without parameters, and set the attributes in `numbers`, which the routing of
+    parameters reads. The `__init__` of the class is not called, because it would create and initialize parameters."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.__dict__.update(numbers)
@@ -148,14 +149,14 @@ def _bare(kind: type[nn.Module], **numbers: Any) -> nn.Module:
 
 def _modules_of(shapes: Mapping[str, Ints], kinds: Mapping[str, _Make]) -> nn.Module:
     """Build a tree of modules on the meta device from the names and shapes of their parameters. The modules have no
-    forward.
+    `forward` method.
 
     Args:
-        shapes: Parameter name -> shape, in the model's order.
-        kinds: Module name -> function that makes the module from the shape of its first parameter. A module with
-            another name is an embedding if its parameter is 2-D and the name contains "embed" or is "wte" or "wpe", a
-            linear layer if its parameter is 2-D otherwise, and an RMSNorm if its parameter is 1-D and the name contains
-            "norm".
+        shapes: Dict from parameter name to shape, in the model's order.
+        kinds: Dict from module name to a function that creates the module, given the shape of its first parameter. The
+            type of any other module depends on its parameter. A module with a 2-D parameter becomes an embedding if its
+            name contains "embed" or is "wte" or "wpe", and a linear layer otherwise. A module with a 1-D parameter
+            becomes an RMSNorm if its name contains "norm".
     """
     root = _bare(_type("Model"))
     for name, shape in shapes.items():
@@ -188,7 +189,8 @@ _DECODER: Mapping[str, Any] = {
     "head_dim": 0,  # 0 selects hidden_size / num_attention_heads
     "intermediate_size": 0,  # size of dense feed-forward layers; 0 selects 4 * hidden_size
     "tie_word_embeddings": False,
-    "attention_bias": False,  # True adds biases to the projections q, k and v; "all" adds a bias to o, too
+    # True adds biases to the projections q, k and v; "all" also adds a bias to the projection o
+    "attention_bias": False,
     "qk_norm": False,  # True normalizes queries and keys in each head
     # "gated" has gate, up and down projections. "plain" is GPT-2's layer, with two linear layers that are stored
     # transposed and have biases, LayerNorm with biases, and learned positions.
@@ -196,8 +198,8 @@ _DECODER: Mapping[str, Any] = {
     "max_position_embeddings": 0,  # number of learned positions, used only if "mlp" is "plain"
     "num_experts": 0,
     "moe_intermediate_size": 0,
-    "num_shared_experts": 0,  # experts that are always active, fused into one dense layer
-    "first_k_dense": 0,  # number of dense layers before the layers with experts
+    "num_shared_experts": 0,  # number of experts that are always active; they are fused into one dense layer
+    "first_k_dense": 0,  # number of layers without experts before the first layer with experts
     "router_bias": False,  # True adds a bias to the router, with one entry per expert
     # True selects experts as in gpt-oss, which have biases, fuse gate and up in one stack, and are stored transposed.
     "expert_bias": False,
@@ -208,10 +210,10 @@ _DECODER: Mapping[str, Any] = {
 }
 
 
-# Parameters of a decoder-only model in the model's order, as (conditions, name, dims). A parameter exists if all its
-# conditions are true. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are relative to
-# model.layers.N. "plain" stands for GPT-2's layer, whose weights are stored as (inputs, outputs), with q, k and v fused
-# along the columns.
+# Parameters of a decoder-only model as tuples (conditions, name, dims), in the model's order. A parameter exists if all
+# its conditions are true. Conditions and dims are keys of the dict that `_words` returns. Names in `_LAYER` are
+# relative to model.layers.N. The condition "plain" stands for GPT-2's layer, whose weights are stored as (inputs,
+# outputs), with q, k and v fused along the columns.
 _FIRST = (
     ("", "model.embed_tokens.weight", "vocab width"),
     ("plain", "model.embed_positions.weight", "positions width"),
@@ -228,7 +230,7 @@ _LAYER = (
     ("plain", "mlp.c_proj.weight", "inner width"),
     ("plain", "mlp.c_proj.bias", "width"),
     ("norms", "input_layernorm.weight", "width"),
-    # Parameters of grouped-query attention.
+    # Parameters of grouped-query attention
     ("grouped sinks", "self_attn.sinks", "heads"),
     ("grouped", "self_attn.q_proj.weight", "q width"),
     ("grouped bias", "self_attn.q_proj.bias", "q"),
@@ -240,7 +242,8 @@ _LAYER = (
     ("grouped bias_of_o", "self_attn.o_proj.bias", "width"),
     ("grouped qk_norm", "self_attn.q_norm.weight", "head"),
     ("grouped qk_norm", "self_attn.k_norm.weight", "head"),
-    # Parameters of DeepSeek's latent attention. Some weights are fused, and routing splits fused weights into matrices.
+    # Parameters of DeepSeek's latent attention. Some weights are fused; the routing of parameters splits these weights
+    # into matrices.
     ("latent whole_q", "self_attn.q_proj.weight", "latent_q width"),
     ("latent q_rank", "self_attn.q_a_proj.weight", "q_rank width"),
     ("latent q_rank", "self_attn.q_a_layernorm.weight", "q_rank"),
@@ -253,8 +256,8 @@ _LAYER = (
     ("dense", "mlp.gate_proj.weight", "inner width"),
     ("dense", "mlp.up_proj.weight", "inner width"),
     ("dense", "mlp.down_proj.weight", "width inner"),
-    # The router, the experts and the shared experts. Experts are stored as 3-D stacks; gpt-oss interleaves the columns
-    # of gate and up in one stack. Shared experts are stored as one dense layer.
+    # Parameters of the router, the experts and the shared experts. Experts are stored as 3-D stacks; gpt-oss
+    # interleaves the columns of gate and up in one stack. Shared experts are stored as one dense layer.
     ("experts", "mlp.router.weight", "experts width"),
     ("experts router_bias", "mlp.router.bias", "experts"),
     ("experts biased", "mlp.experts.gate_up_proj", "experts width 2each"),
@@ -280,8 +283,8 @@ def _words(c: SimpleNamespace, layer: int = -1) -> dict[str, int]:
     if its value is not 0.
 
     Args:
-        c: Sizes of the model, with the keys of the argument of `build` as attributes.
-        layer: Index of the layer, which decides whether the layer has experts; -1 for parameters outside layers.
+        c: Sizes of the model, as attributes with the same names as the keys of `_DECODER` and of `build`'s argument.
+        layer: Index of the layer, which determines whether the layer has experts; -1 for parameters outside layers.
     """
     width, heads, nope, rope = c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     head, plain, each = c.head_dim or width // heads, c.mlp == "plain", c.moe_intermediate_size
@@ -327,7 +330,7 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
     Args:
         rows: Parameters as (conditions, name, dims).
         words: Values of the conditions and dims.
-        above: Prefix for all names.
+        above: Prefix that is added to all names.
     """
     return {
         above + name: tuple(words[dim] for dim in dims.split())
@@ -337,10 +340,10 @@ def _shapes(rows: Sequence[tuple[str, str, str]], words: Mapping[str, int], abov
 
 
 def build(sizes: Mapping[str, Any]) -> nn.Module:
-    """Build the modules of a decoder-only model on the meta device, without a forward. Parameters have the names and
-    shapes that they have in Hugging Face's models, except that experts are stacked as in torchtitan.
+    """Build the modules of a decoder-only model on the meta device, without `forward` methods. Parameters have the same
+    names and shapes as in Hugging Face's models, except that experts are stacked as in torchtitan.
 
-    If routing recognizes a module by the name of its class, the module gets a class with this name.
+    Modules that the routing of parameters recognizes by their class names get classes with the same names.
 
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, and optionally the keys of `_DECODER`.

@@ -1,14 +1,14 @@
-"""Estimate what Muon costs in a training job, and report it in tables, as text or as an HTML page.
+"""Estimate the cost of Muon in a training job, and report it as text tables or as an HTML page.
 
 The time of an optimizer step on a machine is estimated as an interval of seconds, with the causes of the interval's
-width and a timeline. The inputs are the counts of a plan (`job.Exact`) and the data of the hardware. Nothing is
-measured or run.
+width and a timeline. The estimate is computed from the counts of a plan (`job.Exact`) and the performance data of the
+hardware. Nothing is measured or run.
 
 [Note: the width of an interval]
     Each uncertain factor (`_FACTORS`) has a best, a middle and a worst value. At one end of the interval, all factors
-    have their best values; at the other end, all have their worst values. To find a factor's share of the width, only
-    that factor is moved from its best to its worst value, while the others keep their middle values. The report names
-    the factors with the largest shares as the reason for the width.
+    have their best values; at the other end, all have their worst values. A factor's share of the width is found by
+    moving only that factor from its best to its worst value, while all other factors keep their middle values. The
+    report names the factors with the largest shares as the reason for the width.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ _FACTORS = {
     "host": "what Python and launches take",
 }
 _EXCHANGES = ("gather", "scatter", "relay")
-# dict from uncertain factor to the index of the value that a simulation uses: 0 best, 1 middle, 2 worst
+# dict from uncertain factor to the value that a simulation uses: 0 for the best value, 1 for the middle, 2 for the
+# worst
 _Pick = Mapping[str, int]
 _Ends = NDArray[np.float64]  # shape (3,): best, middle and worst value
-_Seconds = dict[str, _Ends]  # dict from uncertain factor to the seconds that depend on this factor
+_Seconds = dict[str, _Ends]  # dict from uncertain factor to the seconds that depend on the factor
 _Key = tuple[object, ...]  # identifier of a bucket, equal on all ranks that exchange the bucket's matrices
 
 
 class Time(NamedTuple):
-    """An uncertain number, usually of seconds, as an interval with a middle value.
+    """An uncertain number (usually a time in seconds), given as an interval with a middle value.
 
     Attributes:
-        lo: Least value.
-        mid: Middle value, which is the most likely value, or the median of measured times.
+        lo: Smallest value.
+        mid: Middle value: the most likely value, or the median if times were measured.
         hi: Largest value.
     """
 
@@ -68,19 +69,19 @@ class Time(NamedTuple):
 
 
 def _seconds(*values: float) -> str:
-    """Format one or two numbers of seconds, for example as "3.4 ms" or "1.2 .. 3.4 ms"."""
+    """Format one or two times in seconds, for example as "3.4 ms" or "1.2 .. 3.4 ms"."""
     return _scaled([1e6 * value for value in values], 1000, ("us", "ms", "s"))
 
 
 def _scaled(values: Sequence[float], step: int, units: Sequence[str]) -> str:
     """Format numbers with a common unit, such as "1.2 .. 3.4 ms".
 
-    The unit is the largest unit in which the last number is at least 1. Numbers of 100 or more are rounded to whole
-    numbers, smaller numbers to three significant digits.
+    The unit is the largest one in which the last number is at least 1. Numbers of at least 100 are rounded to whole
+    numbers, and smaller numbers to three significant digits.
 
     Args:
-        values: Numbers in the first of the units.
-        step: Ratio of each unit to the previous unit.
+        values: Numbers in the smallest unit.
+        step: Ratio of each unit to the next smaller unit.
         units: Names of the units, from the smallest to the largest.
     """
     at = 0
@@ -103,24 +104,26 @@ def plan(
     weights: torch.dtype = torch.float32,
     **options: Any,
 ) -> Report:
-    """Estimate the time, memory and communication of Muon in a job on any mesh, without the job's ranks or a GPU.
+    """Estimate the time, memory and communication that Muon needs in a job on any mesh, without starting the job's
+    ranks or using a GPU.
 
     Args:
-        model: Name of a preset, path of a config.json, MODULE:FUNCTION, or a module (preferably on the meta device).
+        model: Name of a preset, path to a config.json, MODULE:FUNCTION, or a module (preferably on the meta device).
         mesh: Sizes of the mesh axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
-        gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
+        gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
         engine: Framework that shards parameters: "torch" (DDP, FSDP2, HSDP, TP, EP) or "zero" (ZeRO 1 and 2).
-        gpus_per_node: Number of ranks on a node, which fast links connect. Default: the number in the hardware file.
-        tokens_per_step: Number of tokens in a training step, over all ranks. If it is given, the report compares the
-            time of a whole training step with Muon and with AdamW.
-        active_params: Number of parameter elements used per token. It is required if `tokens_per_step` is given for a
-            model with experts that is not a preset.
+        gpus_per_node: Number of ranks on one node, which are connected by fast links. Default: the number in the
+            hardware file.
+        tokens_per_step: Number of tokens in a training step, over all ranks. If given, the report compares the time of
+            a whole training step with Muon to that with AdamW.
+        active_params: Number of parameter elements used per token. Required if `tokens_per_step` is given for a model
+            that has experts and is not a preset.
         weights: dtype of the model's parameters and gradients.
         **options: Options of `Muon`, such as ``method``, ``momentum_dtype`` or ``ns_steps``.
 
     Returns:
-        The report. Print it, or write it to a file with `report.write_html(path)`. `report.price.step` is the time of
-        an optimizer step, and `report.exact` has all counts.
+        The report, which can be printed or written to a file with `report.write_html(path)`. `report.price.step` is the
+        estimated time of an optimizer step, and `report.exact` contains all counts.
 
     Raises:
         ValueError: The model or GPU does not exist, or the mesh does not fit the model. The message names the
@@ -156,20 +159,20 @@ class Price:
 
     Attributes:
         step: Seconds that `optimizer.step()` takes on the slowest rank.
-        rank: The slowest rank. If several ranks are equally slow, the lowest of them.
+        rank: The slowest rank; the lowest one if several ranks are equally slow.
         parts: Seconds that the slowest rank spends on each activity: matrix products, memory passes, AdamW, host work,
             the vote, and waiting for exchanges.
         timeline: Events on the slowest rank, with every uncertain factor at its middle value.
         reasons: Causes of the width of the interval `step`, largest first, as (factor, description, share of the
-            width). A factor's share is the width that the factor causes alone.
-        ends: Rank -> seconds until the rank is done, with every uncertain factor at its middle value. There is one rank
-            for each class of ranks that do equal work.
+            width). A factor's share is the part of the width that this factor alone causes.
+        ends: Dict from rank to the time in seconds at which the rank finishes the step, with every uncertain factor at
+            its middle value. The dict has one rank of each class of ranks that do equal work.
         tokens: Number of tokens in a training step, over all ranks; None if unknown.
-        adamw: Seconds of a step in which AdamW updates all parameters, on the rank with the most elements.
-        training: Seconds of the forward and backward pass of a training step, from the model's FLOPs per token and the
-            fraction of the peak that training reaches; None if the number of tokens is unknown.
-        unverified: Name -> source, for each hardware number that was used although nobody has checked it.
-        extrapolated: Lookups beyond the ends of a table of the hardware file, as "table: size".
+        adamw: Seconds that a step would take on the rank with the most elements if AdamW updated all parameters.
+        training: Seconds that the forward and backward pass of a training step take, estimated from the model's FLOPs
+            per token and the fraction of the peak that training reaches; None if the number of tokens is unknown.
+        unverified: Dict from name to source, for each hardware number that was used although nobody has checked it.
+        extrapolated: Lookups beyond the ends of tables in the hardware file, each as "table: size".
     """
 
     step: Time
@@ -194,8 +197,8 @@ class Price:
             tokens: Number of tokens in a training step, over all ranks. If it is given, `training` is estimated.
 
         Raises:
-            ValueError: The hardware file lacks a number that the plan needs, `tokens` is not a number above 0, or
-                `tokens` is given but the number of active parameters is unknown.
+            ValueError: The hardware file lacks a number that the plan needs, `tokens` is not a positive finite number,
+                or `tokens` is given although the number of active parameters is unknown.
         """
         if tokens is not None and not 0 < tokens < math.inf:
             raise ValueError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
@@ -226,10 +229,10 @@ class Price:
         does not contain AdamW's parameters.
 
         Args:
-            plan: Plan of a live optimizer, or a plan made by hand.
-            gpu: Name of a hardware file in the package ("h100"), path of a hardware file, or a `Hardware`.
-            gpus_per_node: Number of ranks on a node, which fast links connect. Default: the number in the hardware
-                file.
+            plan: Plan of an existing optimizer, or a plan constructed by hand.
+            gpu: Name of a hardware file in the package ("h100"), path to a hardware file, or a `Hardware`.
+            gpus_per_node: Number of ranks on one node, which are connected by fast links. Default: the number in the
+                hardware file.
 
         Raises:
             ValueError: The hardware does not exist, or its file lacks a number that the plan needs.
@@ -240,15 +243,15 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """Description of the main causes of the interval's width, at most two."""
+        """Description of the one or two main causes of the interval's width."""
         if not self.reasons or self.step.hi == self.step.lo:
             return "nothing in it is uncertain"
         return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
 
 
 def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
-    """Estimate the seconds of the forward and backward pass: 6 x active parameters x tokens / (ranks x peak FLOP/s x
-    MFU), where MFU is the fraction of the peak that training reaches."""
+    """Estimate the seconds that the forward and backward pass take: 6 x active parameters x tokens / (ranks x peak
+    FLOP/s x MFU), where MFU (model FLOPs utilization) is the fraction of the peak that training reaches."""
     if not exact.tokens_flops:
         raise ValueError(
             f"{exact.model}: how many parameters work on a token is not known (it has experts), so a training "
@@ -259,17 +262,18 @@ def _training_seconds(exact: Exact, rates: Rates, tokens: float) -> Time:
 
 
 class _Pricer:
-    """Estimate the times of all buckets on all classes of ranks, and simulate steps with these times. A class is a set
-    of ranks that do equal work.
+    """Estimate the times of all buckets on all classes of ranks, and simulate optimizer steps with these times. A class
+    is a set of ranks that do equal work.
 
     Attributes:
-        _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes have
-            the same index.
+        _held: For each class of ranks, the indices of its buckets in `_phases`. Equal buckets of different classes
+            share one index.
         _overlap: Fraction of an exchange that can run at the same time as matrix products.
-        _first: Uncertain factor -> those seconds before the first bucket that depend on the factor.
-        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict: phase ->
-            uncertain factor -> seconds. The dict has no entries for exchanges that the bucket does not have.
-        _adamw: Seconds of AdamW on each class of ranks.
+        _first: Dict from uncertain factor to the part of the time before the first bucket that depends on the factor,
+            in seconds.
+        _phases: For each bucket, the key of its exchanges (None if nothing is exchanged), and a nested dict from phase
+            to uncertain factor to seconds. Exchanges that the bucket does not have are absent from the dict.
+        _adamw: Seconds that AdamW takes on each class of ranks.
     """
 
     def __init__(self, exact: Exact, rates: Rates) -> None:
@@ -285,7 +289,7 @@ class _Pricer:
             (None if bucket.route == "local" else group, self._phases_of(bucket, fragments[group]))
             for group, bucket in held
         ]
-        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # the slowest rank determines how long an exchange takes
+        slowest: dict[tuple[_Key | None, str], _Seconds] = {}  # The slowest rank determines how long an exchange takes.
         for key, phases in self._phases:
             for phase in [phase for phase in _EXCHANGES if phase in phases]:
                 known = slowest.setdefault((key, phase), dict(phases[phase]))
@@ -295,8 +299,9 @@ class _Pricer:
         self._adamw = [self._pass("adamw", c.adamw_elements, c.adamw_elements / 2, 4) for c in exact.classes]
 
     def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
-        """Simulate a step with the values of the uncertain factors that `pick` selects. Returns one timeline per class
-        of ranks. If `stage` is given, only this pipeline stage is simulated, because stages do not exchange data."""
+        """Simulate an optimizer step with the values of the uncertain factors that `pick` selects, and return one
+        timeline per class of ranks. If `stage` is given, simulate only this pipeline stage. This is possible because
+        the optimizer does not exchange data between pipeline stages."""
         which = [i for i, c in enumerate(self._exact.classes) if stage in (None, c.stage)]
         times = {number: self._times(number, pick) for number in {n for i in which for n in self._held[i]}}
         return Course.simulate(
@@ -315,11 +320,11 @@ class _Pricer:
         return BucketTimes(key, **{**dict.fromkeys(_EXCHANGES), **found})
 
     def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
-        """Compute how much each uncertain factor contributes to the width of an interval ([Note: the width of an
+        """Compute how much each uncertain factor contributes to the width of an interval (see [Note: the width of an
         interval]).
 
         Args:
-            step: Interval of the step's seconds.
+            step: Time of the step, as an interval of seconds.
             stage: Index of the slowest pipeline stage, the only one that is simulated.
 
         Returns:
@@ -339,7 +344,8 @@ class _Pricer:
 
         Args:
             number: Index of the class.
-            waited: Seconds of waiting for exchanges, with all uncertain factors at their best, middle and worst values.
+            waited: Seconds that the class waits for exchanges, with all uncertain factors at their best, middle and
+                worst values.
         """
         phases = [item for n in self._held[number] for item in self._phases[n][1].items() if item[0] not in _EXCHANGES]
 
@@ -367,7 +373,8 @@ class _Pricer:
             }
 
         fill, momentum = passed("pack", bucket.held - foreign - idle), passed("momentum", idle)
-        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes  # bytes copied between buffers and batches
+        # bytes copied between exchange buffers and batches
+        copied = bucket.received.gather.bytes + bucket.sent.scatter.bytes
         products = sum((rates.product(*m) for m in bucket.matrices), np.zeros(3))
         phases: dict[str, _Seconds] = {
             "pack": passed("pack", foreign, 0.5),
@@ -392,14 +399,14 @@ def _group(stage: int, bucket: BucketCount) -> _Key:
 
 
 def _fragments_of(exact: Exact) -> dict[_Key, int]:
-    """Estimate the number of fragments that a rank holds in each bucket, by the bucket's key. A fragment is a rank's
-    part of a matrix. A rank is assumed to hold one fragment of each matrix that its group of ranks shares."""
+    """Estimate how many fragments (parts of matrices) a rank holds in each bucket, and return a dict from bucket key to
+    this number. A rank is assumed to hold one fragment of each matrix that is sharded over its group of ranks."""
     owned, members = defaultdict[_Key, int](int), defaultdict[_Key, float](float)
     for rank in exact.classes:
         for bucket in rank.buckets:
             key = _group(rank.stage, bucket)
             owned[key] += rank.count * sum(m.num for m in bucket.matrices)
-            # a group of n ranks adds n times 1/n, so the sum is the number of groups
+            # Each of the n ranks in a group adds 1/n, so the sum is the number of groups.
             members[key] += rank.count / bucket.num_ranks
     return {key: max(1, round(owned[key] / max(1.0, members[key]))) for key in owned}
 
@@ -409,7 +416,7 @@ def _fragments_of(exact: Exact) -> dict[_Key, int]:
 
 @dataclass(frozen=True)
 class Report:
-    """Report on the cost of Muon in a training job, as text or as an HTML page.
+    """Report on the estimated cost of Muon in a training job, as text or as an HTML page.
 
     Attributes:
         exact: Counts of what each rank stores, sends and computes. All counts are exact except the memory that a step
@@ -424,11 +431,11 @@ class Report:
 
     @property
     def overhead(self) -> tuple[float, float, float]:
-        """Extra time of a training step with Muon, as fractions of the time of a training step with AdamW: (least,
-        middle, most). All three are zero if the number of tokens is unknown.
+        """Extra time of a training step with Muon, as fractions of the time of a training step with AdamW: (smallest,
+        middle, largest). All three are zero if the number of tokens is unknown.
 
-        The memory traffic of both optimizers depends on the same uncertain factors. So the lower end of Muon's interval
-        is compared with the lower end of AdamW's interval, and the upper end with the upper end.
+        Both optimizers' memory traffic depends on the same uncertain factors. For this reason, the lower ends of the
+        two optimizers' intervals are compared with each other, and so are the upper ends.
         """
         if self.price.training is None:
             return 0.0, 0.0, 0.0
@@ -440,8 +447,8 @@ class Report:
         )
 
     def html(self) -> str:
-        """Render the report as a self-contained HTML page. The page adapts to the browser's light or dark mode."""
-        from jinja2 import Environment  # torch depends on jinja2, so jinja2 is always installed
+        """Render the report as a self-contained HTML page that adapts to the browser's light or dark mode."""
+        from jinja2 import Environment  # jinja2 is always installed, because torch depends on it.
 
         page = Path(__file__).parent / "data" / "report.html"
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -483,15 +490,15 @@ _KEY = (
     "NS runs: matrices orthogonalized. calls + votes: exchanges (all-to-all) and votes (messages between hosts), as in "
     "14 + 1. kept: weights, gradients, state. in a step: at most, beside what is kept."
 )
-_MANY = 12  # largest number of rows in the report's lists of ranks and of extrapolated numbers
+_MANY = 12  # maximum number of rows in the report's lists of ranks and extrapolated numbers
 
 
 class _Section(NamedTuple):
-    """A table of the report, with a title and remarks.
+    """Table in the report, with a title and remarks.
 
     Attributes:
         title: Line above the table.
-        rows: Strings in the cells, row by row.
+        rows: Contents of the cells, row by row.
         header: Names of the columns; empty for a table of (name, description) pairs.
         notes: Remarks below the table, one per line.
     """
@@ -503,12 +510,12 @@ class _Section(NamedTuple):
 
 
 def _size(value: float) -> str:
-    """Format a number of bytes with a binary unit, for example as "1.5 GiB"."""
+    """Format a number of bytes with a binary unit, such as "1.5 GiB"."""
     return _scaled((value,), 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _number(value: float) -> str:
-    """Format a count, for example 70.6 billion as "70.6 B"."""
+    """Format a count; for example, 70.6 billion is formatted as "70.6 B"."""
     return f"{value:,.0f}" if value < 1e6 else _scaled((value / 1e6,), 1000, ("M", "B", "T", "P"))
 
 
@@ -522,7 +529,8 @@ def _sections(report: Report) -> list[_Section]:
 def _summary(report: Report) -> _Section:
     exact, mesh = report.exact, report.exact.mesh
     params, in_matrices = _number(exact.muon_params + exact.adamw_params), _number(exact.muon_params)
-    num_nodes = -(-exact.world // mesh.gpus_per_node)  # rounded up, because the last node can be partly filled
+    # The number of nodes is rounded up, because the last node can be partly filled.
+    num_nodes = -(-exact.world // mesh.gpus_per_node)
     rows = {
         "model": f"{exact.model}: {params} parameters, {in_matrices} of them in matrices",
         "active": f"{_number(exact.tokens_flops / 6)} parameters work on a token" if exact.tokens_flops else "",
@@ -554,7 +562,7 @@ def _answers(report: Report) -> _Section:
 
 def _memory(report: Report) -> str:
     largest, have = report.exact.largest, report.hardware.middle("memory_bytes")
-    need = largest.stored.total + largest.peak  # `peak` is an upper bound, so `need` is one, too
+    need = largest.stored.total + largest.peak  # `need` is an upper bound, because `peak` is an upper bound.
     never = "does not fit" if largest.stored.total > have else "may not fit"
     fits = never if need > have else "tight" if need > 0.9 * have else "fits"
     kept, more = _size(largest.stored.total), _size(largest.peak)
@@ -627,9 +635,9 @@ _PHASES = {
 
 
 def _lanes(events: Sequence[Event]) -> list[int]:
-    """Assign each event to a lane, a horizontal row of the timeline. Lane 0 is for computation, the other lanes are for
-    exchanges. Exchanges that overlap in time get different lanes."""
-    free: list[float] = []  # time at which each lane of exchanges becomes free
+    """Assign each event to a lane, that is, a horizontal row of the timeline. Lane 0 is for computation, and all other
+    lanes are for exchanges. Exchanges that overlap in time are assigned to different lanes."""
+    free: list[float] = []  # time at which each of the timeline's lanes for exchanges becomes free
     found = []
     for event in events:
         lane = 0

@@ -1,18 +1,18 @@
-"""DeepSpeed ZeRO: steps and checkpoints of a `Muon` that is passed to `deepspeed.initialize`.
+"""DeepSpeed ZeRO: steps and checkpoints of a `Muon` optimizer that is passed to `deepspeed.initialize`.
 
 DeepSpeed steps *flat buffers*: 1-D fp32 partitions, which can begin and end at any element of a matrix, and which
 DeepSpeed can swap to files (NVMe offload). A separate optimizer core steps each flat buffer that contains matrices. The
-parameters of the core are views of the flat buffer. Momentum is as long as the flat buffer and belongs to the state of
-the optimizer that the user passed to DeepSpeed, so DeepSpeed finds, offloads and saves the momentum like the state of
-any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed is never
-imported.
+parameters of the core are views of the flat buffer. The momentum tensor is as long as the flat buffer and belongs to
+the state of the optimizer that the user passed to DeepSpeed. DeepSpeed therefore offloads and saves the momentum like
+the state of any other optimizer. Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed
+is never imported.
 
 [Note: what DeepSpeed steps]
-    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flat buffers*: this rank's 1-D fp32
-    partition of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3). Gradients of flat buffers
-    are reduced, unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with only this
-    group, stage 3 calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it once. All
-    ranks make the same calls in the same order. The original parameters of the optimizer remain in the model. Their
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups with *flat buffers*: this rank's 1-D fp32
+    partition of a group (ZeRO stages 1 and 2, and the BF16 optimizer) or of a sub-group (ZeRO stage 3). Gradients of
+    flat buffers are reduced, unscaled and clipped. In a training step, stages 1 and 2 call `step()` once per group with
+    only this group, stage 3 calls it once per sub-group with all other groups empty, and the BF16 optimizer calls it
+    once. All ranks make the same calls in the same order. The original parameters remain in the model, and their
     attributes show where their elements are stored:
     stages 1 and 2, BF16   see [Note: positions of parameters]
     stage 3                `_z3_optimizer` with the sub-groups' parameters and flat buffers; rank r of
@@ -23,7 +23,7 @@ imported.
     compares its parts of the parameters with the model's weights.
 
 [Note: positions of parameters]
-    At stages 1 and 2 and with the BF16 optimizer, the model's parameters of a group are views of one buffer, in an
+    With ZeRO stages 1 and 2 and with the BF16 optimizer, the model parameters in a group are views of one buffer, in an
     order that DeepSpeed chooses (`round_robin_gradients`, `parameter_alignment`). The buffer is split into equal parts,
     and rank r of `_dp_group` steps an fp32 copy of part r: the rank's flat buffer. So the offset of a parameter in the
     model's buffer determines which elements of the parameter a rank's flat buffer contains, and at which position.
@@ -31,24 +31,24 @@ imported.
     `round_robin_gradients` (0.19.8). So shardmuon only checks that the attribute exists.
 
 [Note: what is swapped]
-    With NVMe offload of optimizer state at stage 3, DeepSpeed swaps a sub-group to files if a rank's part of the
-    sub-group has at least max(1 MiB, `aio.block_size`). The files contain the sub-group's weights, all state tensors
-    that are as long as its flat buffer (except tensors with `swappable = False`), and gradients of at least this size.
-    The flat buffer and its state tensors are empty except while the flat buffer is stepped. Smaller sub-groups stay in
-    memory.
+    When ZeRO stage 3 offloads optimizer state to NVMe, DeepSpeed swaps a sub-group to files if a rank's part of the
+    sub-group has at least max(1 MiB, `aio.block_size`) bytes. The files contain the sub-group's weights, all state
+    tensors that are as long as its flat buffer (except tensors with `swappable = False`), and gradients of at least
+    this size. The flat buffer and its state tensors are empty except while the flat buffer is stepped. Smaller
+    sub-groups stay in memory.
 
 [Note: gradients that do not come back]
     DeepSpeed reads a swapped gradient by direct I/O into the sub-group's buffer, at the parameter's offset. Direct I/O
-    needs aligned memory addresses. The alignment is 512 bytes on most file systems, and between 1 byte and a page on
-    others. If an address is not aligned, the read fails, DeepSpeed ignores the failure, and the old content of the
-    buffer is used as the gradient. Buffers begin at a page boundary, so the offset determines the alignment of an
-    address. shardmuon therefore requires offsets that are multiples of a page.
+    needs aligned memory addresses. The required alignment is 512 bytes on most file systems, and between 1 byte and a
+    page on others. If an address is not aligned, the read fails, but DeepSpeed ignores the failure and uses the old
+    contents of the buffer as the gradient. Buffers begin at a page boundary, so the offset determines the alignment of
+    an address. For this reason, shardmuon requires offsets that are multiples of the page size.
 
 [Note: one vote before the first call]
-    DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks vote
-    that the options, momentum and partitions of every flat buffer are valid, including the flat buffers of AdamW's
-    parameters. After an error on a rank in a later call, the optimizer refuses further steps, as after an error in any
-    step, and ranks that wait for the failed rank fail immediately.
+    DeepSpeed calls `step()` several times in a training step. Before the first call changes anything, all ranks check
+    the options, momentum and partitions of every flat buffer, including the flat buffers of AdamW's parameters, and
+    vote on the outcome. If a later call raises an error on a rank, the optimizer refuses further steps, as it does
+    after an error in any step, and ranks that wait for the failed rank fail immediately.
 
 [Note: names of state]
     DeepSpeed's universal checkpoints support only Adam's state: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of
@@ -58,10 +58,10 @@ imported.
 [Note: what DeepSpeed loads]
     `engine.save_checkpoint` writes a rank's state in memory to a state file, and copies the rank's swap files. With
     NVMe offload, `engine.load_checkpoint` copies the swap files back but does not read the state file. So it always
-    loses the weights and state of sub-groups that stay in memory, step counts, the groups' options and the loss scale.
-    In a new process it also loses swapped state, because the optimizer does not yet have state tensors into which the
-    swap files could be read. The function `load_checkpoint` of this module loads everything. If it was not used,
-    `_refuse_loaded` raises an error.
+    loses the loss scale, the step counts, the options of the groups, and the weights and state of sub-groups that stay
+    in memory. In a new process it also loses swapped state, because the optimizer does not yet have state tensors into
+    which the swap files could be read. The function `load_checkpoint` of this module loads everything. If a checkpoint
+    was loaded without this function, `_refuse_loaded` raises an error.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from shardmuon.plan.plan import Plan
 
 _TESTED = "0.19.8"
-_PAGE = 4096  # size of a page in bytes; on every file system, direct I/O can read to addresses at page boundaries
+_PAGE = 4096  # Page size in bytes. On every file system, direct I/O can read to addresses at page boundaries.
 
 # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -106,10 +106,11 @@ class _Flat(Core):
 
     Attributes:
         index: Index of the optimizer group to which the flat buffer belongs.
-        is_muon: True if Muon updates the flat buffer; False if AdamW updates the flat buffer, as a whole.
+        is_muon: True if Muon updates the flat buffer; False if AdamW updates it, as a whole.
         swapped: True if DeepSpeed stores the flat buffer in files (NVMe) between steps.
-        parts: For each parameter: its name, this rank's slice, and the tensor that is stepped (a shard). The shard is
-            empty until `show` makes it a view of the flat buffer.
+        parts: One tuple (name, slice, shard) per parameter, where the slice describes this rank's part of the
+            parameter, and the shard is the tensor that is stepped. The shard is empty until `show` makes it a view of
+            the flat buffer.
     """
 
     def __init__(
@@ -140,24 +141,25 @@ class _Flat(Core):
         return {name: self.state[shard] for name, _, shard in self.parts}
 
     def unlike_model(self) -> list[str]:
-        """List the names of parameters whose part in the flat buffer differs from the model's weights."""
+        """List the names of parameters whose parts in the flat buffer differ from the model's weights."""
         return [name for name, part, _ in self.parts if part.numel and _differs_from_model(self.flat, part)]
 
     def show(self) -> None:
-        """Make the shards views of the flat buffer, and their gradients views of the flat buffer's gradient. Call this
-        method before each use of the shards, because DeepSpeed can move the flat buffer and its gradient in memory."""
+        """Turn the shards into views of the flat buffer, and their gradients into views of the flat buffer's gradient.
+        Call this method before each use of the shards, because DeepSpeed can move the flat buffer and its gradient in
+        memory."""
         flat, grad = self.flat.detach(), self.flat.grad
         for _, part, shard in self.parts:
             shard.data = flat.narrow(0, part.offset, part.numel)
             shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
 
     def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
-        """Move the variant's state of this flat buffer's matrices (such as NorMuon's second moments) from `carried` to
-        `states`. Call this method after the momentum was loaded.
+        """Move the variant's state for the matrices in this flat buffer (such as NorMuon's second moments) from
+        `carried` to `states`. Call this method after the momentum has been loaded.
 
         Args:
             group: Optimizer group of the flat buffer.
-            carried: Parameter name -> state that a checkpoint contained.
+            carried: Dict from parameter name to the variant's state in a checkpoint.
 
         Raises:
             ValueError: `carried` lacks state that the group's variant needs.
@@ -169,11 +171,12 @@ class _Flat(Core):
 
 
 class _DeepSpeedHost(Host):
-    """Integration with DeepSpeed's engine, which is active once DeepSpeed has replaced the parameters in the
-    optimizer's groups by flat buffers.
+    """Integration with DeepSpeed's engine. It is active once DeepSpeed has replaced the parameters in the optimizer's
+    groups with flat buffers.
 
     Attributes:
-        groups: For each optimizer group: the group, and the (name, parameter) pairs that it contained originally.
+        groups: One tuple for each optimizer group: the group, and the (name, parameter) pairs that it contained
+            originally.
     """
 
     in_parts = True
@@ -183,21 +186,23 @@ class _DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
-        self._options: list[dict[str, Any]] = []  # for each group, its options when the group was last stepped
-        self._flats: dict[int, _Flat] = {}  # id of a flat tensor -> its `_Flat`, including AdamW's flat buffers
+        self._options: list[dict[str, Any]] = []  # options of each group when it was last stepped
+        # dict from the id of a flat buffer's tensor to its `_Flat`, including flat buffers that AdamW updates
+        self._flats: dict[int, _Flat] = {}
         self._unchecked = True  # True if the next step must compare the flat buffers with the model's weights
-        self._carried: dict[str, dict[str, Tensor]] = {}  # parameter name -> loaded state of the variant, for `take`
-        self._num_stepped = 0  # number of flat buffers that have been stepped in the current training step
+        # dict from parameter name to the variant's loaded state, until `take` moves the state
+        self._carried: dict[str, dict[str, Tensor]] = {}
+        self._num_stepped = 0  # number of flat buffers stepped so far in the current training step
 
     @property
     def _params(self) -> list[Tensor]:
-        """Model parameters that the optimizer's groups contained before DeepSpeed put flat buffers in their place."""
+        """Model parameters that the optimizer's groups contained before DeepSpeed replaced them with flat buffers."""
         return [p for _, named in self.groups for _, p in named]
 
     # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Store a group's parameters before DeepSpeed puts flat buffers in their place."""
+        """Store a group's parameters before DeepSpeed replaces them with flat buffers."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
@@ -210,20 +215,20 @@ class _DeepSpeedHost(Host):
         self._carried, self._flats = {}, {}
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the list of groups that DeepSpeed modified for a call of `step()`. At stage 3, groups are empty
-        between steps. DeepSpeed itself restores the groups only after a successful step."""
+        """Restore the list of groups, which DeepSpeed modifies for each call of `step()` and itself restores only after
+        a successful step. With ZeRO stage 3, groups are empty between steps."""
         core.param_groups = [group for group, _ in self.groups]
         if _zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
 
     def _restore_options(self, core: Any) -> None:
-        """Repair options and step counts after DeepSpeed loaded a universal checkpoint, and move the variant's state
-        (such as NorMuon's), which was saved in the groups, to this object.
+        """Repair options and step counts after DeepSpeed has loaded a universal checkpoint. In addition, move the
+        variant's state (such as NorMuon's second moments) from the groups, in which it was saved, to this object.
 
-        DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position. At stage 3, it
-        assigns the options of the first group to every group, and gives all sub-groups the same "step" tensor, which
-        would be incremented once for each sub-group.
+        DeepSpeed assigns the options of the checkpoint's groups to the existing groups by position. With ZeRO stage 3,
+        it assigns the options of the first group to every group. It also gives all sub-groups the same "step" tensor,
+        which would be incremented once for each sub-group.
         """
         carried = take_carried(group for group, _ in self.groups)
         if carried:
@@ -242,10 +247,10 @@ class _DeepSpeedHost(Host):
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict.
 
-        If DeepSpeed's or this module's `load_checkpoint` is the caller, all ranks load together, and an error on one
-        rank is raised on all ranks. Otherwise the other ranks would hang in the collectives that DeepSpeed runs
-        afterwards. With any other caller, and with `pipeline_loading_checkpoint`, which makes ranks load one after
-        another, an error is raised only on the rank where the error occurs.
+        If the caller is `load_checkpoint` of DeepSpeed or of this module, all ranks load together, and an error on one
+        rank is raised on all ranks, because the other ranks would otherwise hang in the collectives that DeepSpeed runs
+        afterwards. With any other caller, an error is raised only on the rank where it occurs. The same is true with
+        `pipeline_loading_checkpoint`, which makes ranks load one after another.
         """
         frame = self.caller("load_checkpoint", "deepspeed", __name__)
         engine = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("engine"))
@@ -262,8 +267,8 @@ class _DeepSpeedHost(Host):
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Correct the options of the saved groups, and put the variant's state, such as NorMuon's second moments, into
-        the first saved group. DeepSpeed cannot save the variant's state as optimizer state, because state tensors must
-        be as long as a flat buffer."""
+        the first saved group. DeepSpeed cannot save the variant's state as optimizer state, because it requires state
+        tensors that are as long as a flat buffer."""
         if self.is_active:
             self._restore_options(core)
             pairs = zip(core.param_groups, saved["param_groups"], strict=True)
@@ -271,8 +276,8 @@ class _DeepSpeedHost(Host):
             kept = dict(self._carried)
             for known in self._flats.values():
                 kept |= {name: state for name, state in known.states.items() if state}
-            # Put the state of all groups into the first group, because stage 3 loads only this group of a universal
-            # checkpoint.
+            # Put the state of all groups into the first group, because ZeRO stage 3 loads only the first group of a
+            # universal checkpoint.
             carry(saved["param_groups"][0], kept)
 
     # ------------------------------------------------------------------------------------------------------ queries
@@ -287,10 +292,10 @@ class _DeepSpeedHost(Host):
         return tuple(known.binding.plan for known in self._flats.values() if known.binding is not None)
 
     def weights(self, core: Any) -> list[Weight]:
-        """List this rank's parts of parameters in all flat buffers, including AdamW's flat buffers.
+        """List this rank's parts of parameters in all flat buffers, including those that AdamW updates.
 
         Raises:
-            ValueError: A flat buffer is swapped to files, so its weights are not in memory.
+            ValueError: A flat buffer has been swapped to files, so its weights are not in memory.
         """
         if not self._flats:
             self._attach(core)
@@ -313,16 +318,16 @@ class _DeepSpeedHost(Host):
     # ------------------------------------------------------------------------------------------------------- a step
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return a function that raises an error if DeepSpeed runs ZeRO stage 0 in half precision, otherwise None. At
-        this stage, DeepSpeed calls `step` for the first time from `initialize_optimizer_states`, a function that only
-        creates state."""
+        """If DeepSpeed runs ZeRO stage 0 in half precision, return a function that raises an error; otherwise return
+        None. Stage 0 is recognized by its first call of `step`, which comes from `initialize_optimizer_states`, a
+        function that only creates state."""
         return _refuse_copies if self.caller("initialize_optimizer_states", "deepspeed") is not None else None
 
     def step(self, core: Any, fault: Fault) -> None:
-        """Handle one of the calls of `step()` that DeepSpeed makes in a training step, for the groups that DeepSpeed
-        put into `core.param_groups`."""
+        """Handle one of the calls of `step()` that DeepSpeed makes in a training step. The call steps the groups that
+        DeepSpeed has put into `core.param_groups`."""
         try:
-            # This condition is true in the first call of a training step, see [Note: one vote before the first call].
+            # This condition is true in the first call of a training step (see [Note: one vote before the first call]).
             if self._num_stepped in (0, len(self._flats)):
                 self._num_stepped, core.component, core.world = 0, tuple(range(num_ranks())), current_world()
                 run_together(lambda: self._begin(core, fault))
@@ -340,8 +345,8 @@ class _DeepSpeedHost(Host):
             raise
 
     def _begin(self, core: Any, fault: Fault) -> None:
-        """Check all flat buffers of this rank before the first update of a training step, and raise the first error.
-        Weights are not changed."""
+        """Check all flat buffers of this rank before the first update of a training step, without changing weights.
+        Raise the first error that is found."""
         if fault.cause is not None:
             raise fault.cause
         stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
@@ -353,7 +358,7 @@ class _DeepSpeedHost(Host):
         if not self._flats:
             self._attach(core)
         for known in self._flats.values():
-            if not known.swapped:  # the state of swapped flat buffers is created later, by `_step_flats`
+            if not known.swapped:  # `_step_flats` creates the state of swapped flat buffers later.
                 self._complete_state(core.state[known.flat], known)
             if known.is_muon and float(core.state[known.flat].get("step", 0)) > 0:
                 known.take(self.groups[known.index][0], self._carried)
@@ -375,18 +380,18 @@ class _DeepSpeedHost(Host):
             )
 
     def _attach(self, core: Any) -> None:
-        """Make a `_Flat` for every flat buffer, after checking DeepSpeed's version and options."""
+        """Make a `_Flat` for every flat buffer, after checking DeepSpeed's version and the options."""
         _check_version()
         _refuse_options(core.keeper, self.groups)
         zero3 = _zero3_of(self._params)
         flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        if zero3 is not None:  # at stage 3, a group contains a flat buffer only while DeepSpeed steps the flat buffer
+        if zero3 is not None:  # With ZeRO stage 3, a group contains a flat buffer only while DeepSpeed steps it.
             flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
         self._flats = {id(flat): _Flat(core, index, *self.groups[index], flat, zero3) for index, flat in flats}
 
     def _complete_state(self, state: dict[str, Any], known: _Flat) -> None:
-        """Create the missing state of a flat buffer, as zeros. All state must exist when the first flat buffer has been
-        stepped, because DeepSpeed looks for state only at that time.
+        """Create the missing state of a flat buffer, filled with zeros. All state must exist by the time the first flat
+        buffer has been stepped, because DeepSpeed looks for state only then.
 
         Raises:
             ValueError: The loaded momentum does not have the shape of the flat buffer.
@@ -408,8 +413,8 @@ class _DeepSpeedHost(Host):
             )
 
     def _step_flats(self, core: Any) -> None:
-        """Step the flat buffers that DeepSpeed put into the groups for this call. If a rank cannot prepare a flat
-        buffer, the error reaches the other ranks in the vote of the `_Flat` that steps this flat buffer."""
+        """Step the flat buffers that DeepSpeed has put into the groups for this call of `step()`. If a rank cannot
+        prepare a flat buffer, the other ranks receive the error in the vote before the flat buffer is stepped."""
         for group in core.param_groups:
             for flat in group["params"]:
                 known = self._flats[id(flat)]
@@ -451,7 +456,8 @@ class _Slice(NamedTuple):
 
 
 def _shape_of(param: Tensor) -> Ints:
-    """Return the full shape of a parameter, even while ZeRO 3 has replaced the parameter's data with a placeholder."""
+    """Return the full shape of a parameter, even if ZeRO stage 3 has replaced the parameter's data with a
+    placeholder."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -467,8 +473,9 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
         zero3: DeepSpeed's stage-3 optimizer, or None.
 
     Returns:
-        This rank's slices of all trainable parameters in the group or sub-group of the flat buffer, and the process
-        group over which these parameters are partitioned. Slices are in the same order on all ranks; some can be empty.
+        A tuple of two items: this rank's slices of all trainable parameters in the group or sub-group of the flat
+        buffer, and the process group over which these parameters are partitioned. Slices are in the same order on all
+        ranks, and some can be empty.
 
     Raises:
         ValueError: The tensor is not a flat buffer of these parameters, or DeepSpeed partitions in a way that is not
@@ -477,7 +484,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
     slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     known, found = {id(p) for p in params}, {id(part.param) for part in slices}
     wrong = [part.param for part in slices if id(part.param) not in known]
-    if zero3 is None:  # at stage 3, a flat buffer has only some parameters of the group, those of one sub-group
+    if zero3 is None:  # With ZeRO stage 3, a flat buffer contains only the parameters of one sub-group.
         wrong += [p for p in params if p.requires_grad and id(p) not in found]
     if wrong:
         raise ValueError(
@@ -496,7 +503,7 @@ def _slices_of(flat: Tensor, params: Sequence[Tensor], zero3: Any) -> tuple[list
 
 def _check_version() -> None:
     """Raise ValueError if DeepSpeed is older than the tested version. With some settings, older versions pass wrong
-    gradients to the optimizer (benchmarks/results/nvme.md)."""
+    gradients to the optimizer (see benchmarks/results/nvme.md)."""
     here = sys.modules["deepspeed"].__version__
     if TorchVersion(here) < _TESTED:
         raise ValueError(
@@ -506,8 +513,8 @@ def _check_version() -> None:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice], Any]:
-    """Find the slices of parameters in a flat buffer, and the process group of the parameters, at stages 1 and 2 and
-    with the BF16 optimizer. See [Note: positions of parameters]."""
+    """Find the slices of parameters in a flat buffer, and the process group of the parameters, for ZeRO stages 1 and 2
+    and for the BF16 optimizer. See [Note: positions of parameters]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
@@ -524,12 +531,12 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[_Slice],
             "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
         )
     group = members[0]._dp_group
-    # offset in elements of this rank's part in the model's buffer
+    # offset of this rank's part in the model's buffer, in elements
     first = group_ranks(group).index(my_rank()) * flat.numel()
     begin = min(p.storage_offset() for p in members)
     slices = []
     for p in members:
-        place = p.storage_offset() - begin  # offset in elements of the parameter in the model's buffer
+        place = p.storage_offset() - begin  # offset of the parameter in the model's buffer, in elements
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(_Slice(p, start - place, stop - start, start - first) if start < stop else _Slice(p, 0, 0, 0))
     return slices, group
@@ -541,8 +548,8 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[_Slice], Any]:
     kind = type(zero3).__name__
     if kind != "DeepSpeedZeroOptimizer_Stage3":
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
-    # With other values of these options, DeepSpeed partitions parameters differently than the code below assumes, or
-    # steps parts of them with its own Adam.
+    # With other values of these options, DeepSpeed does not partition parameters as the code below assumes, or steps
+    # parts of them with its own Adam.
     for name, allowed in {"zero_hpz_partition_size": 1, "partial_offload": 1.0, "zenflow": False}.items():
         found = getattr(zero3, name, allowed)
         if found != allowed:
@@ -573,7 +580,7 @@ def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
     weights. Return False if the two cannot be compared, because the flat buffer or the model's weights are not in
     memory."""
     param: Any = part.param
-    if hasattr(param, "ds_tensor"):  # stage 3 stores only this rank's part, with padding
+    if hasattr(param, "ds_tensor"):  # ZeRO stage 3 stores only this rank's part, with padding.
         if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
             return False
         own = param.ds_tensor.detach().view(-1)[: part.numel]
@@ -584,9 +591,8 @@ def _differs_from_model(flat: Tensor, part: _Slice) -> bool:
 
 
 def _refuse_copies() -> None:
-    """Raise ValueError for ZeRO stage 0 in half precision. At this stage, DeepSpeed steps fp32 copies of the
-    parameters. The copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would look like a whole
-    matrix."""
+    """Raise ValueError for ZeRO stage 0 in half precision, where DeepSpeed steps fp32 copies of the parameters. The
+    copies lack the parameters' attributes, so a tensor-parallel shard (AutoTP) would be treated as a whole matrix."""
     raise ValueError(
         f"at ZeRO 0 with bf16 or fp16 DeepSpeed ({_TESTED}) steps fp32 copies of its own, which may be parts of "
         "matrices (AutoTP) and with fp16 have gradients divided by a loss scale that the loss was not multiplied by. "
@@ -601,7 +607,7 @@ def _refuse_options(keeper: Keeper, groups: Sequence[tuple[Mapping[str, Any], Se
 
     Args:
         keeper: Object that stores the optimizer's momentum.
-        groups: For each optimizer group: the group, and (name, parameter) of the model parameters in it.
+        groups: One tuple for each optimizer group: the group, and the (name, parameter) pairs of its model parameters.
     """
     if keeper.dtype is not None or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
@@ -628,8 +634,8 @@ _TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_d
 
 
 def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
-    """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step makes it a view of
-    the parameter's slice of the flat buffer."""
+    """Make a leaf tensor that is stepped in place of a parameter. The tensor is empty until a step turns it into a view
+    of the parameter's slice in the flat buffer."""
     shard = torch.nn.Parameter(flat.new_empty(0))
     # `home`, the device of the model's parameter, is needed only if ZeRO offloads the flat buffer to a different
     # device.
@@ -638,8 +644,8 @@ def _make_shard(flat: Tensor, part: _Slice, group: Any) -> Tensor:
 
 
 class _DeepSpeedEngine(Engine):
-    """Engine that raises an error for model parameters that ZeRO 3 has partitioned. Only DeepSpeed's optimizer can step
-    such parameters."""
+    """Engine that raises an error for model parameters that ZeRO stage 3 has partitioned, because only DeepSpeed's
+    optimizer can step such parameters."""
 
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
@@ -661,12 +667,12 @@ register(_DeepSpeedEngine())
 
 
 def _zero3_of(params: Iterable[Tensor]) -> Any:
-    """Return DeepSpeed's stage-3 optimizer if it steps any of the given model parameters, otherwise None."""
+    """Return DeepSpeed's ZeRO stage 3 optimizer if it steps any of the given model parameters, otherwise None."""
     return next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
 
 
 def _swapped_numel(flat: Tensor, zero3: Any) -> int:
-    """Return the number of elements of a flat buffer that DeepSpeed swaps to files; 0 if the flat buffer stays in
+    """Return the number of elements in a flat buffer that DeepSpeed swaps to files; 0 if the flat buffer stays in
     memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
@@ -675,7 +681,7 @@ def _swapped_numel(flat: Tensor, zero3: Any) -> int:
 
 
 def _number_of(flat: Tensor, zero3: Any) -> int:
-    """Find the index of the stage-3 sub-group to which a flat buffer belongs."""
+    """Find the index of the ZeRO stage 3 sub-group to which a flat buffer belongs."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
@@ -693,8 +699,7 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) ->
     names = {id(p): name for name, p in named}
     least, size = int(zero3.optimizer_swapper.min_aio_bytes), int(zero3.optimizer_swapper.swap_element_size)
     for p in zero3.fp16_groups[_number_of(flat, zero3)]:
-        # `offset` is the position of the gradient in the sub-group's buffer; `numel` includes padding. Both count
-        # elements.
+        # `offset` is the position of the gradient in the sub-group's buffer, in elements; `numel` includes padding.
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         if numel * size >= least and offset * size % _PAGE:
             name = names.get(id(p), f"a parameter of shape {_shape_of(p)}")
@@ -709,10 +714,11 @@ def _refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], zero3: Any) ->
 
 def _refuse_loaded(step: FrameType | None) -> None:
     """Raise ValueError if a checkpoint was loaded with `engine.load_checkpoint` instead of this module's
-    `load_checkpoint`. The engine's attribute `loaded_checkpoint_dp_world_size` is then not None.
+    `load_checkpoint`, which can be seen from the engine's attribute `loaded_checkpoint_dp_world_size`: it is then not
+    None.
 
     Args:
-        step: Stack frame of the engine's method that calls `step()`, or None.
+        step: Stack frame of the engine's method that calls `step()`; None if there is no such frame.
     """
     if step is not None and step.f_locals["self"].loaded_checkpoint_dp_world_size is not None:
         raise ValueError(
@@ -726,7 +732,7 @@ def _refuse_loaded(step: FrameType | None) -> None:
 
 
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Load a DeepSpeed checkpoint completely. Use this function in place of `engine.load_checkpoint`, which loses state
+    """Load a DeepSpeed checkpoint completely. Use this function instead of `engine.load_checkpoint`, which loses state
     with NVMe offload. Collective over all ranks. The function reads pickles, so load only checkpoints that you trust.
 
     Args:
@@ -737,12 +743,12 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
             `load_lr_scheduler_states` are allowed.
 
     Returns:
-        Result of `engine.load_checkpoint`: (path, client state).
+        Result of `engine.load_checkpoint`, a tuple (path, client state).
 
     Raises:
-        ValueError: The checkpoint does not fit on some rank. The error is raised on all ranks, usually before anything
-            changes. But if only the optimizer's state does not fit, everything else has been loaded already, and
-            further steps raise errors.
+        ValueError: The checkpoint does not match the job on some rank. The error is raised on all ranks, usually before
+            anything changes. But if only the optimizer's state does not match, everything else has already been loaded,
+            and further steps raise errors.
     """
     zero3 = engine.optimizer
     with Refused.made_public():
@@ -751,18 +757,19 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         saved = run_together(lambda: _read(engine, Path(load_dir), tag, options))
         found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
         zero3.checkpoint_event_prologue()
-        zero3.load_state_dict([saved] * num_ranks())  # load this rank's optimizer state, and read the swap files again
+        zero3.load_state_dict([saved] * num_ranks())  # Load this rank's optimizer state, and read the swap files again.
         zero3.checkpoint_event_epilogue()
-        # otherwise, `_refuse_loaded` would raise an error in the next step
+        # Without this assignment, `_refuse_loaded` would raise an error in the next step.
         engine.loaded_checkpoint_dp_world_size = None
     return found
 
 
 def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the file with this rank's optimizer state dict, and replace the empty tensors of swapped state by zeros.
+    """Read the file with this rank's optimizer state dict, and replace the empty tensors that stand for swapped state
+    with zeros.
 
     Raises:
-        ValueError: The file or the saved swap files do not fit the engine's partitions.
+        ValueError: The file or the saved swap files do not match the engine's partitions.
     """
     unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
     if unknown or engine.load_universal_checkpoint():
@@ -792,7 +799,7 @@ def _read(engine: Any, folder: Path, tag: str | None, options: Mapping[str, Any]
             f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
             "the same model as when it was saved, in a process that has made no other engine"
         )
-    # DeepSpeed saves swapped state tensors as empty tensors, but loads only full-size tensors. So replace the empty
+    # DeepSpeed saves swapped state tensors as empty tensors but loads only tensors of full size, so replace the empty
     # tensors with zeros.
     for number, numel in enumerate(swapped):
         state = saved["optimizer_state_dict"]["state"].get(number, {})

@@ -2,9 +2,10 @@
 
 [Note: state of a unit]
     A unit is a module that FSDP1 wraps. For each state key (`momentum_buffer`, `exp_avg`, ..), FSDP1 gathers the state
-    tensors of all parameters of a unit as one tensor that is as long as the unit's flat parameter. So every parameter
-    of the unit needs every state key, in one dtype. But Muon's state keys for matrices differ from those for AdamW's
-    parameters. Keys that a parameter lacks are therefore saved as zeros, and dropped on loading.
+    tensors of all parameters of a unit as one tensor that is as long as the unit's flat parameter. So all parameters of
+    the unit must have the same state keys, with state of the same dtype. But the state keys of matrices, which Muon
+    updates, differ from those of the parameters that AdamW updates. For keys that a parameter lacks, zeros are
+    therefore saved, which are discarded on loading.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from shardmuon.step.kept import carry_by_position
 
 
 class _FSDP1Host(Host):
-    """Host that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
+    """Integration that prepares state dicts for FSDP1's functions. Steps are the same as in a plain training loop."""
 
     packages = ()
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Add zeros for missing state keys. All parameters of an FSDP1 unit then have the same state keys and state of
-        one dtype, see [Note: state of a unit]."""
+        """Add zeros for missing state keys, and convert state to a common dtype, so that all parameters of an FSDP1
+        unit have the same state keys and dtype. See [Note: state of a unit]."""
         state = saved["state"]
         units: dict[Any, list[tuple[int, Tensor]]] = {}
         for group, packed in zip(core.param_groups, saved["param_groups"], strict=True):
@@ -40,13 +41,14 @@ class _FSDP1Host(Host):
             kinds = [kind for kind in (BUFFER, *MOMENTS) if any(kind in state[key] for key, _ in members)]
             dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
             if not dtypes or any(SCALE in state[key] for key, _ in members):
-                continue  # the unit has no state yet, or its momentum is 8-bit, which FSDP1 cannot save
-            dtype = reduce(torch.promote_types, dtypes)  # `dtype` represents the values of all state tensors exactly
+                continue  # The unit has no state yet, or has 8-bit momentum, which FSDP1 cannot save.
+            # `dtype` can represent the values of all state tensors exactly.
+            dtype = reduce(torch.promote_types, dtypes)
             for key, param in members:
                 zeros = torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
                 state[key] = {**state[key], **{kind: state[key].get(kind, zeros).to(dtype) for kind in kinds}}
-        # FSDP1 saves only state tensors that are as long as their parameter, so the variants' state is saved in the
-        # groups.
+        # FSDP1 saves only state tensors that are as long as their parameter, so the state of Muon variants, such as
+        # NorMuon's second moments, is saved in the parameter groups.
         if units:
             carry_by_position(saved)
 

@@ -1,37 +1,39 @@
-"""Megatron-core: a `get_megatron_optimizer` that makes shardmuon's optimizer for Megatron's own training loop.
+"""Megatron-core: a function `get_megatron_optimizer` that makes shardmuon's optimizer for Megatron's own training loop.
 
-Megatron handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all
-parallel groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the
-step: it distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As
-in Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
-independent of each other, except that all of them have the same list of parameter groups. Every private attribute of
-Megatron's optimizers that shardmuon reads or overrides is in this file. Megatron-FSDP is handled in megatron_fsdp.py.
+Megatron handles gradient buffers and their reduction, fp32 main weights, the loss scale, clipping over all parallel
+groups, the scheduler and distributed checkpoints. shardmuon assigns parameters to Muon or AdamW and takes the step: it
+distributes the matrices over the data-parallel replicas and joins the shards of tensor-parallel matrices. As in
+Megatron, experts are replicated over a separate process group and have a separate optimizer. Pipeline stages are
+independent of each other, except that all of them must have the same list of parameter groups. Every private attribute
+of Megatron's optimizers that shardmuon reads or overrides is in this file. Megatron-FSDP is handled in
+megatron_fsdp.py.
 
 This module works with megatron-core 0.19 (docs/megatron.md lists the exact versions).
 
 [Note: what Megatron steps]
     Each bucket of a gradient buffer is split into equal parts, one per data-parallel rank. A part can begin or end
-    inside a matrix. `DistributedOptimizer` replaces the parameters in the optimizer's groups by 1-D shards, one for
-    each parameter with elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`). The order
-    of the shards differs between ranks. A shard of an fp32 parameter is a view; a shard of a parameter with another
-    dtype is an fp32 copy. This module changes the groups: every rank gets shards of all matrices, in the same order,
-    and some shards are empty. The optimizer steps these shards like those of any other flat buffer. Without the
-    distributed optimizer, every replica has all main weights, which the optimizer steps like ordinary parameters.
+    inside a matrix. `DistributedOptimizer` replaces the parameters in the optimizer's groups with 1-D shards, one for
+    each parameter that has elements in this rank's parts (`model_param_gbuf_map`, `_get_model_param_range_map`). The
+    order of the shards differs between ranks. A shard of an fp32 parameter is a view; a shard of a parameter with
+    another dtype is an fp32 copy. This module changes the groups so that every rank has shards of all matrices in the
+    same order, some of which are empty. The optimizer steps these shards like those of any other flat buffer. Without
+    the distributed optimizer, every replica has the complete main weights, which the optimizer steps like ordinary
+    parameters.
 
 [Note: checkpoints]
     All of Megatron's formats read and write state through two methods, which support only Adam's `exp_avg` and
-    `exp_avg_sq`. So momentum is saved as `exp_avg`. The `exp_avg_sq` of a matrix is a tensor of zeros, which is created
-    when it is read. There is one step count. It is stored as the option ``step`` of every group, and in the state of
-    every parameter.
+    `exp_avg_sq`. So momentum is saved as `exp_avg`. The `exp_avg_sq` of a matrix is a tensor of zeros that is created
+    when Megatron reads it. There is a single step count, which is stored as the option ``step`` of every group and in
+    the state of every parameter.
 
 [Note: state of variants]
     `sharded_state_dict` describes each tensor of an optimizer's state by the shape and shards of the tensor's
-    parameter, and fails for a tensor that does not have the parameter's shape. This is the case for an optimizer
-    variant's state per matrix (such as NorMuon's), which is equal on all ranks that share the matrix, even if a rank's
-    shard is empty. So this state is saved in the groups, by parameter name (see step/kept.py). That is sufficient if
+    parameter, and fails for a tensor that does not have the parameter's shape. An optimizer variant's state per matrix
+    (such as NorMuon's second moments) does not have this shape: it is equal on all ranks that share the matrix, even if
+    a rank's shard is empty. So this state is saved in the groups, by parameter name (see step/kept.py). This works if
     each model-parallel rank saves its own groups, as in the formats that follow the distributed optimizer's buffers. In
-    other formats, rank 0 saves its groups for all ranks. Ranks with other parameters than rank 0 would then lose their
-    state, so saving raises an error.
+    other formats, rank 0 saves its groups for all ranks. Ranks whose parameters are not the same as those of rank 0
+    would then lose their state, so saving raises an error.
 """
 
 from __future__ import annotations
@@ -80,13 +82,14 @@ def get_megatron_optimizer(
             ignored.
         model_chunks: Model chunks, each wrapped in Megatron's `DistributedDataParallel`.
         pg_collection: `ProcessGroupCollection`. Default: Megatron's global groups. With tensor parallelism, dense
-            matrices are sharded over group `tp`, and experts over group `expt_tp`.
-        adamw_lr: Learning rate of AdamW's parameters. `config.min_lr` is scaled by `adamw_lr` / `config.lr` for these
-            parameters. Default: `config.lr`.
-        overrides: (pattern, choice) pairs, see `shardmuon.param_groups`. Patterns match the model's parameter names,
-            without the wrappers' prefix ``module.``.
+            matrices are sharded over the group `tp`, and experts over the group `expt_tp`.
+        adamw_lr: Learning rate of the parameters that AdamW updates. For these parameters, `config.min_lr` is scaled by
+            `adamw_lr` / `config.lr`. Default: `config.lr`.
+        overrides: (pattern, choice) pairs (see `shardmuon.param_groups`). Patterns are matched against the model's
+            parameter names without the prefix ``module.`` that wrappers add.
         use_gloo_process_groups: If True, the distributed optimizer gets a gloo group, which some checkpoint formats
-            need. The argument has the same meaning in Megatron's function. It has no effect with `pg_collection`.
+            need. The argument has the same meaning as in Megatron's own function and no effect if `pg_collection` is
+            given.
         **muon_options: Options of `Muon`, such as ``method`` and ``momentum``. They take precedence over `config`.
 
     Returns:
@@ -185,8 +188,7 @@ def _tp(groups: Any, expert: bool) -> Any:
 
 
 def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the options of `Muon` from Megatron's config and from the options that the user gave. The user's options
-    take precedence.
+    """Make the options of `Muon` from Megatron's config and the user's options. The user's options take precedence.
 
     Raises:
         ValueError: An option cannot be used with Megatron, or `Muon` has no equivalent of the config.
@@ -209,7 +211,7 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "ns_steps": config.muon_num_ns_steps,
         **given,
     }
-    # the config's number of Newton-Schulz steps is valid only for the config's own coefficients
+    # The number of Newton-Schulz steps in the config is valid only for the coefficients in the config.
     if "ns_coefficients" in given:
         options["ns_steps"] = given.get("ns_steps")
     if "adjust_lr_fn" not in given:
@@ -225,8 +227,8 @@ def _options(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     """Make overrides that split Megatron's fused attention projections into separate matrices. For each query group, a
-    projection stores rows of q, k and v, with gated attention also the rows of the gates. So the projection is split
-    into three matrices, or into four with gated attention."""
+    projection stores the rows of q, k and v and, with gated attention, also the rows of the gates. So the projection is
+    split into three matrices, or into four with gated attention."""
     if not config.muon_split_qkv:
         return []
     found: list[tuple[Any, Any]] = []
@@ -244,8 +246,8 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _matching(chunk: nn.Module, rules: Sequence[Rule]) -> list[int]:
-    """Return the indices of the overrides that match a parameter of the given model chunk. An override that matches no
-    parameter of this chunk can match a parameter on another pipeline stage."""
+    """Return the indices of the overrides that match a parameter of the given model chunk. The other overrides can
+    match parameters on other pipeline stages."""
     found = Placed.all_in(chunk)
     return [i for i, rule in enumerate(rules) if any(rule.matches(*one) for one in found)]
 
@@ -283,7 +285,8 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        # Without a value, `param_groups` would choose an lr that depends on the matrices of this pipeline stage.
+        # Without an explicit value, `param_groups` would choose an lr that depends on the matrices in this pipeline
+        # stage.
         adamw_lr=config.lr if adamw_lr is None else adamw_lr,
         weight_decay=config.weight_decay,
         overrides=[(rules[i].pattern, rules[i].options) for i in _matching(chunk, rules)],
@@ -291,7 +294,8 @@ def _routed(
     )
     out = []
     for group in made:
-        # `_aligned` compares the parameter groups of all ranks, so process groups are added to them only later.
+        # Process groups differ between ranks, so they are added to the parameter groups after `_aligned` has compared
+        # the parameter groups of all ranks.
         group.pop("tp_group", None)
         if not group["use_muon"]:
             group.setdefault("betas", (config.adam_beta1, config.adam_beta2))
@@ -312,7 +316,7 @@ def _routed(
                 whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
             for name, p in named.items() if group["use_muon"] and config.use_distributed_optimizer else ():
-                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes
+                with about(name):  # `_flat_shard` raises ValueError for invalid tensor-parallel attributes.
                     _flat_shard(p, 0, None, _tp(groups, expert))
     return out
 
@@ -320,14 +324,15 @@ def _routed(
 def _aligned(
     listed: Sequence[Mapping[str, Any]], fault: Fault, rules: Sequence[Rule], matched: set[int]
 ) -> list[dict[str, Any]]:
-    """Merge groups with equal options, and give all ranks the same groups in the same order. Collective.
+    """Merge parameter groups with equal options, and give all ranks the same groups in the same order. Collective over
+    all ranks.
 
-    Megatron's checkpoints require this, because they save a single list of groups for all ranks. If a pipeline stage
-    has no parameters for a group, the group is empty on the ranks of this stage.
+    Megatron's checkpoints require equal groups on all ranks, because they save a single list of groups for all ranks.
+    If a pipeline stage has no parameters for a group, the group is empty on the ranks of that stage.
 
     Args:
-        listed: Groups of this rank.
-        fault: Record of an error on this rank, if there was one. The error is raised on all ranks.
+        listed: Parameter groups of this rank.
+        fault: Record of an error on this rank, if there was one. Such an error is raised on all ranks.
         rules: The user's overrides.
         matched: Indices of the overrides that match a parameter on this rank.
 
@@ -365,7 +370,7 @@ def _wrapped(
         expert: True for the experts' optimizer.
         chunks: Model chunks.
         shared: Process groups of the distributed optimizer, by Megatron's names. None if there is no distributed
-            optimizer; every replica then has all main weights.
+            optimizer, so that every replica has the complete main weights.
     """
     tp_group = _tp(groups, expert)
     if shared is not None:
@@ -397,14 +402,15 @@ def _wrapped(
         # Megatron's fp32 main weights have requires_grad=False, so `Muon` would treat them as frozen.
         param.requires_grad_(True)
         if tp_group is None:
-            # Megatron's layers set this attribute to True even without tensor parallelism, and the parameter would be
-            # taken for a shard.
+            # Megatron's layers set this attribute to True even without tensor parallelism, so the parameter would be
+            # mistaken for a shard.
             param.tensor_model_parallel = False
     return wrapped
 
 
 def _scaler(config: Any) -> Any:
-    """Make the gradient scaler that Megatron uses with this config; None if Megatron does not scale gradients."""
+    """Make the gradient scaler that Megatron uses with this config. Return None if Megatron does not scale
+    gradients."""
     scalers = _core("optimizer.grad_scaler")
     if config.loss_scale:
         return scalers.ConstantGradScaler(config.loss_scale)
@@ -421,7 +427,8 @@ def _scaler(config: Any) -> Any:
 
 
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
-    """Create the optimizer's missing state as zeros, because Megatron loads checkpoints into existing state."""
+    """Create the optimizer's missing state, filled with zeros, because Megatron loads checkpoints into existing
+    state."""
     optimizer.complete_state()
 
 
@@ -429,12 +436,13 @@ def _fill_state(optimizer: Muon, config: Any = None) -> None:
 
 
 class _WholeHost(Host):
-    """Integration with Megatron's wrappers in which every replica has all main weights. A variant's state per matrix is
-    saved in the groups.
+    """Integration with those Megatron wrappers in which every replica has the complete main weights. The state that a
+    variant stores per matrix is saved in the groups.
 
     Args:
-        elsewhere: True if some ranks have other parameters than rank 0. Because Megatron's `sharded_state_dict` saves
-            only the groups of rank 0, saving then raises ValueError if the variant has state.
+        elsewhere: True if the parameters of some ranks are not the same as those of rank 0. Because Megatron's
+            `sharded_state_dict` saves only the groups of rank 0, saving then raises ValueError if the variant has
+            state.
     """
 
     packages = ()
@@ -454,8 +462,8 @@ class _WholeHost(Host):
 
 
 class _Unfinished(Host):
-    """Temporary integration that is active while Megatron's wrapper is constructed. Its constructor saves and loads the
-    optimizer's state at a time when the shards in the optimizer's groups have not been described yet."""
+    """Temporary integration that is active while Megatron's wrapper is constructed. The wrapper's constructor saves and
+    loads the optimizer's state before the layouts of the shards in the optimizer's groups are known."""
 
     @property
     def is_active(self) -> bool:
@@ -467,8 +475,8 @@ class _ShardHost(_Unfinished):
 
     Args:
         core: Optimizer whose groups contain shards of all matrices, including empty shards. Parameters of different
-            model chunks can have the same name, so a number is appended to names that occur again.
-        shards: Model parameter -> its fp32 shard, for all parameters of which this rank has elements.
+            model chunks can have the same name, so a number is appended to repeated names.
+        shards: Dict from model parameter to its fp32 shard, for all parameters of which this rank has elements.
     """
 
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
@@ -477,7 +485,8 @@ class _ShardHost(_Unfinished):
         self.shards, self._count = shards, 0
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            if not group["use_muon"]:  # each of AdamW's shards exists on one rank only, so they need no process group
+            # Each shard that AdamW updates exists on one rank only, so no process group is needed.
+            if not group["use_muon"]:
                 group["process_group"] = GroupRef(())
             names, group["param_names"] = group["param_names"], []
             for name in names:
@@ -486,26 +495,26 @@ class _ShardHost(_Unfinished):
         self._restore(core)
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict as torch does. In addition, load the variant's state per matrix, which is saved in the
+        """Load a state dict as torch does. In addition, load the state that the variant stores per matrix from the
         state dict's groups. Collective over all ranks."""
         kept, self._count = run_together(lambda: self._checked(core, state_dict["param_groups"]))
         super().load(core, state_dict)
-        for weight in self.weights(core):  # Megatron loads into existing state, so remove the variant's old state.
+        for weight in self.weights(core):  # Remove the variant's old state, because Megatron loads into existing state.
             state = core.state[weight.stored]
             for key in KEPT_KEYS:
                 state.pop(key, None)
-            # Copy the state to new tensors, even if the device is the same, so that every rank has new tensors.
-            # Otherwise, ranks could disagree on which norms a step has already measured.
+            # Copy the state to new tensors on every rank, even if the device is the same. Otherwise, ranks could
+            # disagree on which weight norms a step has already measured.
             state.update({k: v.to(weight.stored.device, copy=True) for k, v in kept.get(weight.name, {}).items()})
         self._restore(core)
 
     def _checked(self, core: Any, packed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], int]:
-        """Check the groups of a state dict. Return the variant's state per matrix, by parameter name, and the step
-        count.
+        """Check the groups of a state dict. Return a tuple of the variant's state, as a dict from parameter name to
+        state per matrix, and the step count.
 
         Raises:
-            ValueError: The groups have different step counts, or steps were taken but state that the variant needs is
-                missing.
+            ValueError: The groups have different step counts, or state that the variant needs is missing although steps
+                have been taken.
         """
         kept = take_carried([dict(group) for group in packed])
         for group, theirs in zip(core.param_groups, packed, strict=True):
@@ -518,8 +527,8 @@ class _ShardHost(_Unfinished):
         return kept, max(counts, default=self._count)
 
     def _restore(self, core: Any) -> None:
-        """Create missing state and give each parameter a separate step counter, after Megatron has loaded groups and
-        state. In the loaded state, all parameters share one counter, or no parameter has a counter."""
+        """Create missing state and give each parameter its own step counter, after Megatron has loaded groups and
+        state. In the loaded state, all parameters share one step counter, or no parameter has a step counter."""
         take_carried(core.param_groups)
         core.complete_state()
         for group in core.param_groups:
@@ -528,8 +537,8 @@ class _ShardHost(_Unfinished):
                 core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
-        """Put the variant's state per matrix into the first saved group, by parameter name. Megatron's checkpoints
-        cannot save the variant's state as optimizer state, because they save only the state keys of Adam."""
+        """Put the state that the variant stores per matrix into the first saved group, by parameter name. Megatron's
+        checkpoints cannot save this state as optimizer state, because they save only Adam's state keys."""
         carry(saved["param_groups"][0], {weight.name: core.state[weight.stored] for weight in self.weights(core)})
 
     def step(self, core: Any, fault: Fault) -> None:
@@ -541,7 +550,7 @@ class _ShardHost(_Unfinished):
             group["step"] = self._count
 
     def weights(self, core: Any) -> list[Weight]:
-        """List the shards of all matrices, but not AdamW's parameters."""
+        """List the shards of all matrices, without the parameters that AdamW updates."""
         return [
             Weight(name, shard, shard, group)
             for group in core.param_groups
@@ -552,8 +561,8 @@ class _ShardHost(_Unfinished):
 
 def _optimizer_class(base: type) -> type:
     class Distributed(base):  # type: ignore[misc]
-        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. The attribute `shardmuon` is the host that
-        stores the optimizer's shards."""
+        """Megatron's `DistributedOptimizer` around a `shardmuon.Muon`. Its attribute `shardmuon` is the integration
+        object that stores the optimizer's shards."""
 
         optimizer_state_keys = ("exp_avg", "exp_avg_sq")
         shardmuon: _ShardHost
@@ -590,7 +599,7 @@ def _optimizer_class(base: type) -> type:
 def _distributed_optimizer(
     base: type,  # Megatron's class DistributedOptimizer
     muon: Muon,
-    *args: Any,  # other positional arguments of `base`, up to init_state_fn
+    *args: Any,  # further positional arguments of `base`, up to init_state_fn
     process_group: Any,
     tp_group: Any,
     **kwargs: Any,
@@ -599,14 +608,15 @@ def _distributed_optimizer(
 
     Args:
         base: Megatron's `DistributedOptimizer`.
-        muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters by shards.
-        *args, **kwargs: Other arguments of `base`.
-        process_group: Ranks over which the parameters are replicated, over all instances of Megatron's optimizer.
-        tp_group: Tensor-parallel group of the parameters, or None.
+        muon: Optimizer whose groups contain the model's parameters. This function replaces the parameters with shards.
+        *args, **kwargs: Further arguments of `base`.
+        process_group: Process group of all ranks over which the parameters are replicated, including all instances of
+            Megatron's distributed optimizer.
+        tp_group: Tensor-parallel group of the parameters; None without tensor parallelism.
     """
     made = [list(group["params"]) for group in muon.param_groups]
     muon.hosts.insert(0, _Unfinished())
-    with torch.no_grad():  # with gradients enabled, shards of fp32 parameters would not be leaves
+    with torch.no_grad():  # With gradients enabled, shards of fp32 parameters would not be leaf tensors.
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     whole = chain.from_iterable([*wrapped.model_fp32_groups, *wrapped.model_float16_groups])
     parts = chain.from_iterable([*wrapped.shard_fp32_groups, *wrapped.shard_fp32_from_float16_groups])
@@ -614,14 +624,14 @@ def _distributed_optimizer(
     for part in shards.values():
         part.requires_grad_(True)  # Megatron's shards have requires_grad=False, so `Muon` would treat them as frozen.
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:  # AdamW's groups keep the shards that Megatron has made
+        if group["use_muon"]:  # Groups that AdamW updates keep the shards that Megatron has made.
             group["params"] = []
             for order, param in enumerate(params):
                 shard, start = shards.get(param), 0
                 if shard is None:
                     shard = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
-                    # Megatron unscales the gradients of all shards but never sets the gradient of an empty shard, so
-                    # set it once.
+                    # Megatron unscales the gradients of all shards but never sets the gradients of empty shards, so set
+                    # them once.
                     shard.grad = torch.empty_like(shard)
                 else:
                     start = wrapped._get_model_param_range_map(param)["param"].start

@@ -6,15 +6,15 @@ is in this file. The package itself is never imported.
 [Note: Megatron-FSDP's storage]
     Each unit (FSDP module) stores its parameters in one flat buffer, with padding between the parameters. The buffer is
     split into equal parts, one per data-parallel rank. So a parameter with placement `Shard(0)` can have any number of
-    whole rows on any rank, and none on most ranks. For such a parameter, torch's rule for chunks, its helper for
-    offsets and `full_tensor()` silently give wrong results. Tensor parallelism shards a parameter before FSDP does,
-    along any dim. The attribute `megatron_fsdp_slice` of a parameter gives the elements of the tensor-parallel shard
-    that this rank stores. If no data-parallel axis of the mesh is sharded, a rank stores the whole tensor-parallel
-    shard. The slices of all ranks together must cover the parameter.
+    whole rows on any rank, and none on most ranks. For such a parameter, torch's chunking rule, its helper for offsets
+    and `full_tensor()` silently give wrong results. Tensor parallelism shards a parameter before FSDP does, along any
+    dim. A parameter's attribute `megatron_fsdp_slice` gives the range of elements of the tensor-parallel shard that
+    this rank stores. If no data-parallel axis of the mesh is sharded, a rank stores the whole tensor-parallel shard.
+    The slices of all ranks together must cover the parameter.
 
 [Note: empty shards]
     On a rank that stores nothing of a parameter, `grad` stays None. If the ranks that store the parameter have
-    gradients, this rank takes part in the step as if it had an empty gradient.
+    gradients, such a rank takes part in the step as if it had an empty gradient.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class _MegatronFSDPEngine(DTensorEngine):
-    """Engine for Megatron-FSDP's parameters. The attributes of a parameter, not its placements, give the position of
-    the local tensor in the parameter, see [Note: Megatron-FSDP's storage]."""
+    """Engine for Megatron-FSDP's parameters. It finds the position of the local tensor in a parameter from the
+    parameter's attributes instead of its placements (see [Note: Megatron-FSDP's storage])."""
 
     believes_placements = False
 
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return False
-        # `recognizes` is called for every DTensor in every step, so its checks must be cheap.
+        # This method is called for every DTensor in every step, so its checks must be cheap.
         return "megatron_fsdp_dist_index" in param.__dict__ or hasattr(param.device_mesh, "_shard_order")
 
     def claim(self, param: Any, group: Group) -> Claim:
@@ -101,7 +101,7 @@ class _MegatronFSDPCopy(Engine):
         )
 
 
-# This engine is tried before `_ENGINE`, because parameters of Megatron-FSDP's version 2 are DTensors, too.
+# `_MegatronFSDPCopy` is tried before `_ENGINE`, because parameters of Megatron-FSDP's version 2 are DTensors, too.
 register(_MegatronFSDPCopy())
 
 
@@ -112,9 +112,10 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
     """Find the position in a parameter of the rows that this rank stores.
 
     Returns:
-        A tuple (cut, number of parts, part, row). The cut is the dim along which tensor parallelism shards the
-        parameter, with the stride of the shards. The part is the index of the tensor-parallel part from which this rank
-        stores rows, and the row is the index in this part of the first of these rows.
+        A tuple (cut, num_parts, part, row). `cut` is the dim along which tensor parallelism shards the parameter, with
+        the stride of the shards, and `num_parts` is the number of tensor-parallel parts. `part` is the index of the
+        part from which this rank stores rows, and `row` is the index, in this part, of the first row that the rank
+        stores.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -140,7 +141,7 @@ def _place_of(param: Any) -> tuple[Cut, int, int, int]:
 
 
 def _first_row(param: Any) -> int:
-    """Compute the index of the first row of the tensor-parallel shard that this rank stores, from the parameter's
+    """Compute the index, in the tensor-parallel shard, of the first row that this rank stores, from the parameter's
     attribute `megatron_fsdp_slice`."""
     local = _ENGINE.storage(param)
     if not local.numel():
@@ -160,9 +161,9 @@ def _tensor_parallel_name(param: DTensor) -> str | None:
 
 
 def _uncounted(param: Any) -> str | None:
-    """Return the reason, for an error message, why a gradient norm over all ranks would count a parameter several
-    times: the parameter's mesh lacks some of the ranks that store the parameter. Return None if the mesh lists all of
-    these ranks."""
+    """If the parameter's mesh lacks some of the ranks that store the parameter, return an explanation for an error
+    message, because a gradient norm over all ranks would count the parameter several times. Return None if the mesh
+    contains all of these ranks."""
     name = _tensor_parallel_name(param)
     if name is None or name in (param.device_mesh.mesh_dim_names or ()):
         return None
@@ -188,7 +189,8 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=storage.size())
 
-    # `storage` will hold this function, so using `storage` in the function would make a reference cycle.
+    # `write_items` becomes an attribute of `storage`, so using `storage` in the function would create a reference
+    # cycle.
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
         if not chunk.sizes.numel():
             return []
@@ -203,8 +205,8 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
 
 
 class _MegatronFSDPHost(Host):
-    """Integration with the functions of Megatron-FSDP that wrap an optimizer. After wrapping, steps are the same as in
-    a plain training loop."""
+    """Integration with those functions of Megatron-FSDP that wrap an optimizer. After wrapping, steps are the same as
+    in a plain training loop."""
 
     packages = _PACKAGES
 
@@ -217,18 +219,18 @@ class _MegatronFSDPHost(Host):
             )
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Replace the step that `fully_shard_optimizer` takes only to create state. The function sets all gradients to
-        zero but does not change lr, so an ordinary step would decay weights and increase the step count.
+        """Replace the step that `fully_shard_optimizer` takes only to create state. `fully_shard_optimizer` sets all
+        gradients to zero but does not change lr, so an ordinary step would decay weights and increase the step count.
 
-        The caller identifies this step, because the caller is the same on every rank. Zero gradients would not identify
-        it reliably, because real gradients can be zero on some rank.
+        Such a step is identified by its caller, which is the same on every rank. Zero gradients would not be a reliable
+        criterion, because real gradients can be zero on some ranks.
         """
         return core.complete_state if plain and self.caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
-        these offsets instead of the placements. Only state tensors with the placements of their Megatron-FSDP parameter
-        get offsets.
+        these offsets instead of the placements. Only state tensors with the same placements as their Megatron-FSDP
+        parameter get offsets.
 
         Tensor-parallel parts are saved one after another, even if tensor parallelism shards the parameter with a
         stride. Megatron-FSDP saves weights in the same way.

@@ -1,4 +1,4 @@
-"""torchtitan: an optimizers container that holds one `Muon` for each part of the model. Importing this module imports
+"""torchtitan: an optimizers container with one `Muon` for each part of the model. Importing this module imports
 torchtitan."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.
 
     Raises:
-        ValueError: The config has `param_groups`, with which torchtitan itself assigns parameters to groups; or there
-            are several model parts, and their AdamW learning rates would differ.
+        ValueError: The config sets `param_groups`, by which torchtitan itself would assign parameters to groups; or
+            there are several model parts whose AdamW learning rates would differ.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """torchtitan's optimizer config, extended by the field `options`.
+        """torchtitan's optimizer config with the additional field `options`.
 
         Attributes:
             options: Options of `shardmuon.Muon`. The options that `Muon` accepts together with a module, such as
@@ -56,7 +56,7 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a flat state dict in torchtitan's format, in which each key contains a parameter's name. State that
-        does not exist yet is created as zeros, without a step."""
+        does not exist yet is created, filled with zeros, without taking a step."""
         result: dict[str, Any] = {}
         for optimizer in self.optimizers:
             optimizer.complete_state()
@@ -64,8 +64,8 @@ class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict made by `state_dict`. A state dict that torch.distributed.checkpoint has read can have been
-        saved with a different sharding."""
+        """Load a state dict made by `state_dict`. A state dict that was read by torch.distributed.checkpoint may have
+        been saved with a different sharding."""
         for optimizer in self.optimizers:
             optimizer.complete_state()
             load_flat_optim_state_dict(optimizer, state_dict)

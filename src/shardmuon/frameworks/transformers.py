@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class MuonFactory:
     """Factory that makes a Trainer's optimizer from the model when the Trainer calls it.
 
-    Options that are not given come from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate`` and
-    ``weight_decay``; ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
+    Options that are not given are taken from the TrainingArguments: ``lr`` and ``weight_decay`` from ``learning_rate``
+    and ``weight_decay``; ``betas`` and ``eps`` of the AdamW groups from ``adam_beta1``, ``adam_beta2`` and
     ``adam_epsilon``. If the Trainer later wraps the model in DistributedDataParallel, the ranks divide the optimizer's
     work among themselves.
 
@@ -40,8 +40,8 @@ class MuonFactory:
         self._options = options
 
     def __call__(self, model: nn.Module | None = None, **options: Any) -> Any:
-        """Make the optimizer. The Trainer expects a class of factories. So it first calls this object without a model,
-        to create a factory, and then calls the factory with the model.
+        """Make the optimizer. The Trainer expects a factory class, so it first calls this object without a model to
+        create a factory, and then calls the factory with the model.
 
         Args:
             model: Model to optimize. If None, the factory itself is returned.
@@ -70,9 +70,9 @@ def _replicas(model: nn.Module) -> Any:
     the Trainer will not use DistributedDataParallel.
 
     The model is not wrapped yet, but accelerate's `distributed_type` shows which wrapper the Trainer will use. Types
-    such as MULTI_GPU and MULTI_CPU stand for DistributedDataParallel. FSDP and DeepSpeed have other types, and shard
-    the parameters themselves. A model that is already tensor parallel (`tp_plan`) has DTensors, whose meshes list the
-    ranks.
+    such as MULTI_GPU and MULTI_CPU stand for DistributedDataParallel. FSDP and DeepSpeed have other types, for which
+    the result is None, because they shard the parameters themselves. The result is also None for a model that is
+    already tensor parallel (`tp_plan`), because its parameters are DTensors, whose meshes list the ranks.
     """
     from accelerate.state import AcceleratorState, is_initialized
 

@@ -1,14 +1,15 @@
-"""The order of a step's operations, which `step.bucket` follows, and a simulation of these operations with given times.
+"""The order in which an optimizer step runs its operations (`step.bucket` follows this order), and a simulation of
+these operations with given times.
 
-The functions are pure and independent of hardware. Times can be in any unit. With integer times and `overlap` 0.5, the
-arithmetic is exact, so all ranks get the same results.
+The functions are pure and independent of hardware. Times can be in any unit. With integer times and an `overlap` of
+0.5, the arithmetic is exact, so all ranks get the same results.
 
 [Note: two clocks]
-    A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when the
-    last of its ranks has posted it. During an exchange, the ranks compute: while bucket i is orthogonalized, bucket i+1
-    is gathered, and bucket i-1 is scattered or relayed. The fraction of an exchange that can overlap with computation
-    is unknown, so this fraction is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits
-    for the exchange.
+    A rank computes one operation at a time, and its links carry one exchange at a time. An exchange starts when all of
+    its ranks have posted it. During an exchange, the ranks compute: while bucket i is orthogonalized, bucket i+1 is
+    gathered, and bucket i-1 is scattered or relayed. The fraction of an exchange that can overlap with computation is
+    unknown, so this fraction is a parameter (`overlap`). The rest of an exchange progresses only while a rank waits for
+    the exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# number of later buckets that a rank computes before it waits for a bucket's relay, because relays often take long
+# number of later buckets that a rank computes before it waits for a bucket's relay, because relays are often slow
 _BESIDE = 4
 
 _Turn = Literal["begin", "compute", "apply", "finish"]
@@ -27,22 +28,23 @@ _EXCHANGES: tuple[_Phase, ...] = ("gather", "scatter", "relay")
 
 
 def turns(relays: Sequence[bool], sets: Sequence[Hashable] = ()) -> Iterator[tuple[_Turn, int]]:
-    """Yield a rank's operations on its buckets in the order in which they run, as pairs (operation, index of the
-    bucket).
+    """Yield a rank's operations on its buckets as pairs (operation, index of the bucket), in the order in which they
+    run.
 
     While bucket i is orthogonalized, bucket i + 1 is gathered, bucket i - 1 is scattered, and earlier buckets are
     relayed.
 
-    This order cannot deadlock. Number the exchanges of all ranks' buckets in the common order of the plan: for bucket
-    b, the gather is b, the scatter b + 1/4, and the relay b + 1/2. Before a rank posts an exchange, it waits only for
-    exchanges with smaller numbers. So among the exchanges that ranks wait for, all ranks have posted the exchange with
-    the smallest number. There is one exception: if buckets b and b + 1 have the same ranks, the relay of b is posted
-    after the wait for the gather of b + 1. This exception is safe because these ranks have both buckets and none
-    between them. If bucket b + 1 has other ranks than bucket b, the relay of b is posted before that wait.
+    This order cannot cause a deadlock. Number the exchanges of all buckets in the order of the plan, which is the same
+    on all ranks: for bucket b, the gather has the number b, the scatter b + 1/4, and the relay b + 1/2. Before a rank
+    posts an exchange, it waits only for exchanges with smaller numbers. So of all exchanges that any rank waits for,
+    the one with the smallest number has been posted by all of its ranks and can complete. There is one exception: if
+    buckets b and b + 1 have the same ranks, the relay of b is posted after the wait for the gather of b + 1. This
+    exception is safe, because these ranks take part in both buckets and in no bucket between them. If the ranks of
+    bucket b + 1 are not those of bucket b, the relay of b is posted before that wait.
 
     Args:
-        relays: For each bucket of this rank, in the plan's order, True if the bucket has a relay.
-        sets: The ranks of each bucket. Empty if all buckets have the same ranks.
+        relays: One bool for each bucket of this rank, in the plan's order: True if the bucket has a relay.
+        sets: The ranks of each bucket; empty if all buckets have the same ranks.
     """
     num = len(relays)
     for i in range(-1, num + _BESIDE):
@@ -62,11 +64,11 @@ class BucketTimes(NamedTuple):
 
     Attributes:
         key: Key of the bucket's exchanges, equal on all ranks that exchange the bucket; None if nothing is exchanged.
-        pack, orthogonalize, apply: Times for which this rank computes in these phases.
+        pack, orthogonalize, apply: Computation times of this rank in these phases.
         gather, scatter, relay: Transfer times of these exchanges on the slowest rank; None if the bucket has no such
             exchange.
-        fill: Time for which this rank computes during the gather.
-        finish: Time for which this rank computes after the relay.
+        fill: Time of this rank's computation during the gather.
+        finish: Time of this rank's computation after the relay.
     """
 
     key: Hashable | None
@@ -81,7 +83,7 @@ class BucketTimes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Time span of one phase of a bucket on one rank. A phase is a computation, or an exchange on the rank's links."""
+    """Time span of one phase of a bucket on one rank. A phase is either a computation or an exchange."""
 
     bucket: int
     phase: _Phase
@@ -98,8 +100,8 @@ class _Exchange:
 
 
 _Exchanges = dict[tuple[Hashable, _Phase], _Exchange]
-# Dict from an operation to a pair: the exchange for which a rank waits first (None: no wait), and the phases that
-# follow, which are computations that the rank runs and exchanges that it posts.
+# Dict from an operation to a pair: the exchange for which a rank waits before the operation (None if it does not wait),
+# and the phases of the operation, that is, the computations that the rank runs and the exchanges that it posts.
 _DOES: dict[_Turn, tuple[_Phase | None, tuple[_Phase, ...]]] = {
     "begin": (None, ("pack", "gather", "fill")),
     "compute": ("gather", ("orthogonalize", "scatter")),
@@ -136,8 +138,8 @@ class Course:
         self.links = exchange.start + seconds
 
     def wait(self, exchange: _Exchange, overlap: float, bucket: int, phase: _Phase) -> None:
-        """Advance the rank's current time to the end of an exchange. All ranks of the exchange must have posted the
-        exchange."""
+        """Advance the rank's current time to the end of an exchange, which must have been posted by all of its
+        ranks."""
         self.links = max(self.links, exchange.end)
         late = max(exchange.start, self.end) + (exchange.end - exchange.start)
         end = max(self.end, overlap * exchange.end + (1.0 - overlap) * late)
@@ -149,12 +151,12 @@ class Course:
     def simulate(
         cls, ranks: Sequence[Sequence[BucketTimes]], first: float, last: Sequence[float], overlap: float
     ) -> list[Course]:
-        """Simulate a step of the optimizer on all ranks.
+        """Simulate one optimizer step on all ranks.
 
         Args:
             ranks: For each rank, the times of its buckets, in the plan's order.
-            first: Seconds that every rank spends on host work and on the vote before its first bucket.
-            last: For each rank, seconds that it spends on AdamW after its last bucket.
+            first: Seconds that every rank spends on host work and on votes before its first bucket.
+            last: Seconds that each rank spends on AdamW after its last bucket.
             overlap: Fraction of an exchange that can overlap with computation, from 0 to 1.
 
         Returns:
@@ -164,12 +166,12 @@ class Course:
         exchanges: _Exchanges = {(key, of): _Exchange(num) for key, num in members.items() for of in _EXCHANGES}
         courses = [cls(first, [Event(-1, "begin", 0.0, first)] if first else []) for _ in ranks]
         runs = [course.run(works, exchanges, overlap) for course, works in zip(courses, ranks, strict=True)]
-        # dict from the simulation of each rank to the exchange for which the rank waits
+        # dict from each rank's simulation to the exchange for which the rank is waiting
         awaited = dict.fromkeys(runs, _Exchange(0))
         while awaited:
             ready = [run for run, exchange in awaited.items() if exchange.given >= exchange.members]
-            # If no rank can continue, ranks have buckets with equal keys in different orders. Such ranks do not
-            # exchange data with each other in a real step, so let the first rank continue without waiting.
+            # If no rank can continue, some ranks have buckets with equal keys in different orders. In a real step, such
+            # ranks do not exchange data with each other, so let the first rank continue without waiting.
             for run in ready or list(awaited)[:1]:
                 exchange = next(run, None)
                 if exchange is None:
@@ -182,7 +184,8 @@ class Course:
         return courses
 
     def run(self, works: Sequence[BucketTimes], exchanges: _Exchanges, overlap: float) -> Iterator[_Exchange]:
-        """Simulate this rank's buckets. Yields each exchange for which the rank has to wait, just before the wait."""
+        """Simulate this rank's buckets, and yield each exchange for which the rank has to wait, just before the
+        wait."""
         for turn, bucket in turns([work.relay is not None for work in works]):
             work = works[bucket]
             awaited, does = _DOES[turn]

@@ -1,5 +1,5 @@
-"""Throughputs and latencies of machines, from which the planner estimates times. All numbers are integers, so all ranks
-compute equal estimates and choose the same plan."""
+"""Throughput and latency data of machines, from which the planner estimates times. All numbers are integers, so all
+ranks compute equal estimates and choose the same plan."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """Throughput of one rank, and latencies of exchanges, buckets and kernels.
+    """Throughput of one rank, and the latencies of exchanges, buckets and kernels.
 
     Attributes:
         name: Name of the machine in printed plans.
-        shares: Fraction of the peak, in thousandths, that matrix products reach. The matrices' short sides are divided
-            into ranges (`_SIDES`); there is one fraction for each range.
-        half, single, double: Peak GFLOP/s of dense matrix products in dtypes of 16, 32 and 64 bits.
+        shares: Fractions of the peak, in thousandths, that matrix products reach. The lengths of the matrices' short
+            sides are divided into ranges (`_SIDES`), with one fraction for each range.
+        half, single, double: Peak GFLOP/s of dense matrix products in 16-bit, 32-bit and 64-bit dtypes.
         memory: Memory bandwidth in MB/s, where both reads and writes count.
-        link, network: MB/s that a rank sends in an all-to-all inside a node, and in an all-to-all between nodes.
-        per_node: Number of ranks on a node, which fast links connect.
-        inside, across: Latency of an exchange in nanoseconds, inside a node and between nodes.
-        peer: Nanoseconds by which each peer increases the latency of an exchange.
+        link, network: MB/s that a rank sends in an all-to-all inside a node and between nodes.
+        per_node: Number of ranks on one node, which are connected by fast links.
+        inside, across: Latency in nanoseconds of an exchange inside a node and of one between nodes.
+        peer: Nanoseconds that each peer adds to the latency of an exchange.
         bucket, matrix: Host time in nanoseconds for each bucket, and for each matrix in a bucket.
         launch: Nanoseconds that an empty kernel takes; 0 on a CPU.
     """
@@ -42,7 +42,7 @@ class Machine(NamedTuple):
 
     def share(self, volume: int) -> int:
         """Return the fraction of the peak, in thousandths, that a product of square matrices reaches. `volume` is the
-        third power of the matrices' side."""
+        cube of the matrices' side length."""
         found = (share for side, share in zip(_SIDES, self.shares, strict=True) if volume <= side**3)
         return next(found, self.shares[-1])
 
@@ -50,21 +50,22 @@ class Machine(NamedTuple):
     def slowest(stamps: Iterable[str]) -> Machine:
         """Return the rates of the slowest machine in a job, because the other ranks wait for it in exchanges.
 
-        An unknown accelerator gets the rates of an H100. The machine's name in printed plans states this.
+        An unknown accelerator gets the rates of an H100, as stated by the machine's name in printed plans.
 
         Args:
-            stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If there are none, the rates of
-                a CPU are returned.
+            stamps: Descriptions of the ranks' machines, made by `orthogonalize.stamp`. If empty, the rates of a CPU are
+                returned.
         """
         found = dict.fromkeys(map(_of_stamp, stamps))
         return min(found, key=lambda one: (one.half, one.network, one.name), default=MACHINES["cpu-gloo"])
 
 
-# For each entry of `Machine.shares`, the largest short side to which it applies. The last entry has no upper limit.
+# Largest short side to which each fraction in `Machine.shares` applies. The last fraction also applies beyond its
+# limit.
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 
-# For each machine, all attributes of `Machine` after `shares`. The numbers are derived from the middle values in
-# the hardware files of `shardmuon.foresight`, and a test compares the numbers with the files.
+# Dict from the name of a machine to all attributes of `Machine` after `shares`. The numbers are derived from the middle
+# values in the hardware files of `shardmuon.foresight`; a test checks that the numbers match the files.
 _RATES = {
     "a100": (312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     "b200": (2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
