@@ -202,7 +202,7 @@ def _blocks_of(
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Check the options, and return the sizes of the blocks in one repeat and the number of repeats."""
+    """Check the options. Return the sizes of the blocks in one repeat, and the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")
