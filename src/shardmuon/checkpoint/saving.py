@@ -145,8 +145,8 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        # Under FSDP1, the saved groups contain the variants' state. It is dropped here, because `state` contains it as
-        # well.
+        # Under FSDP1, the saved groups contain the state of variants (such as NorMuon), which is dropped because
+        # `state` contains it as well.
         of_file.pop(CARRIED, None)
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
@@ -225,7 +225,8 @@ def _take_over(
     model: nn.Module,
     optimizer: Any,
 ) -> None:
-    """Put loaded weights and state into model and optimizer, on all ranks or on none. Collective over all ranks.
+    """Put loaded weights and state into the model and the optimizer, on all ranks or on none. Collective over all
+    ranks.
 
     Args:
         weights: Dict from parameter name to loaded weights.
@@ -335,7 +336,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
-    """Remove the step counts of parameters of which this rank stores nothing. Changes `state` in place.
+    """Remove from `state`, in place, the step counts of parameters of which this rank stores no elements.
 
     Frameworks give an empty shard no gradient, so its step count is outdated. torch.distributed.checkpoint writes the
     step count of an arbitrary rank, which could be the outdated count of this rank.
@@ -355,8 +356,8 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
     table: Table,  # layouts of all shards that are plain tensors
 ) -> dict[str, Any]:
-    """Replace every shard that is a plain tensor, in weights and state, with a `_Shard`, which has its position in the
-    whole tensor ([Note: plain shards]).
+    """In weights and state, replace every shard that is a plain tensor with a `_Shard`, which records its position in
+    the whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.

@@ -57,8 +57,8 @@ def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing entries of a parameter's initial state, which consists of zeros, and remove AdamW's state of a
-    parameter that Muon now updates, and vice versa. Changes `state` in place."""
+    """Add the missing entries of a parameter's initial state, which consists of zeros. If the parameter has moved from
+    AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer. Modify `state` in place."""
     if not group["use_muon"]:
         init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -82,8 +82,8 @@ def read_state(
     """Check a state dict and convert it for an optimizer.
 
     Returns:
-        Parameter -> state, in the optimizer's dtypes and on its devices, and the new groups. As in torch, the result
-        shares with `saved` all tensors whose dtype and device do not change.
+        Parameter -> state, in the optimizer's dtypes and on its devices, and the new groups. As in torch, tensors whose
+        dtype and device do not change are shared with `saved`.
 
     Raises:
         ValueError: The state dict does not fit the optimizer.

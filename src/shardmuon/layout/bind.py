@@ -7,8 +7,8 @@ parameter it stores, and all ranks compute the layouts from these reports.
 
     1. Each rank inspects its parameters and sends the component the sets of ranks that share them.
     2. Each rank sends its claims, which describe the part of each parameter that it stores, and a digest of the data
-       that must be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the claims
-       of the ranks that share it.
+       that must be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the
+       claims of the ranks that share it.
     3. Ranks exchange and compare fingerprints of replicated parameters. The values of parameters without replicas are
        not read.
 

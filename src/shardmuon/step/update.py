@@ -7,8 +7,8 @@ on another device than the buffers.
 
 The update rules for momentum and weights are at the end of the module. They take lists of views of local storage;
 functions whose names end in an underscore work in place. The bits of an updated element do not depend on its position
-in a shard, as tests check. torch's fp32 `lerp`, `mul` and `add` guarantee this, but half-precision `add` with `alpha`
-on CPUs does not. Therefore half-precision weights are updated in fp32 and rounded once.
+in a shard (tests check this). torch's fp32 `lerp`, `mul` and `add` guarantee this, but half-precision `add` with
+`alpha` on CPUs does not. Therefore half-precision weights are updated in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Side:
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Make a view of each tile in local tensors. `storages` has one local tensor per parameter: its weights,
+        """Make a view of each tile in local tensors. `storages` contains one local tensor per parameter: its weights,
         gradient or momentum."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
@@ -309,19 +309,20 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
-    out: Sequence[Tensor] | None,  # receives the input of orthogonalization, in one dtype; must not overlap `grads`
-    grads: Sequence[Tensor],  # local views of one dtype, not written to
+    out: Sequence[Tensor] | None,  # receives the input of the orthogonalization, in one dtype; must not overlap `grads`
+    grads: Sequence[Tensor],  # local views of one dtype, read only
     buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
     *,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum by B <- B + (1 - momentum) (G - B). If `out` is not None, write G + momentum (B - G) with
-    Nesterov momentum, or B without it, to `out`. torch.optim.Muon uses the same formulas.
+    """Update the momentum: B <- B + (1 - momentum) (G - B). If `out` is not None, write the input of the
+    orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon uses the same
+    formulas.
 
-    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the momentum's dtype. On accelerators, it uses
-    temporary tensors, because one kernel launch can process a list only if all of its tensors are dense, and tiles of a
-    batch can have gaps.
+    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the momentum's dtype. On accelerators, Nesterov
+    momentum uses temporary tensors, because one kernel launch can process a list only if all of its tensors are dense,
+    and tiles of a batch can have gaps.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype
@@ -376,8 +377,8 @@ def apply_(
     # For each view, a function that rounds fp32 to half precision. Default: round to nearest.
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Update each view W with its orthogonalized update O, by W <- (1 - lr * weight_decay) W - alpha * O. If
-    `cautious`, only elements with O * W > 0 decay, for which the decay has the same direction as the update."""
+    """Update each view W with its orthogonalized update O: W <- (1 - lr * weight_decay) W - alpha * O. If `cautious`,
+    only elements with O * W > 0 decay, because the decay of these elements has the same direction as their update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
@@ -422,8 +423,8 @@ def _apply_like_torch_(
     *,
     weight_decay: float,
 ) -> None:
-    """Compute exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, even on a
-    shard.
+    """Compute `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)` exactly as torch.optim.Muon does,
+    even on a shard.
 
     If `lr` is a tensor, it is not converted to a float, since torch rounds both factors to the dtype of the tensor.
 
