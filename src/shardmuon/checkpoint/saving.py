@@ -99,9 +99,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
     damaged file would leave these tensors partly old and partly new. This function reads into copies instead. The model
-    and the optimizer get the copies only after everything has been read and checked. The copies need memory, and so
-    does one more copy of the weights at the end. Code in a file never runs. Parameter groups get all options that the
-    file contains, and frozen parameters get their state.
+    and the optimizer get the copies only after everything has been read and checked. Memory is needed for these copies
+    and, at the end, for one more copy of the weights. Code in a file never runs. Parameter groups get all options that
+    the file contains, and frozen parameters get their state.
 
     Args:
         path: Folder that `save` wrote.

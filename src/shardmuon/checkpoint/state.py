@@ -3,9 +3,9 @@ module does not communicate.
 
 [Note: state of other optimizers]
     Momentum in this package and in torch.optim.Muon is an average, B <- mu B + (1 - mu) G. Other optimizers store the
-    sum B <- mu B + G under the same key. If this sum were used as an average, it would be 20 times too large at
-    mu = 0.95. A state dict does not tell whether it contains averages or sums, so only groups with the options of Muon
-    are accepted, and nothing is converted.
+    sum B <- mu B + G under the same key. If this sum were used as an average, it would be 20 times too large at mu =
+    0.95. A state dict does not show whether it contains averages or sums, so only groups with the options of Muon are
+    accepted, and nothing is converted.
 
 [Note: state that is not there]
     A parameter's initial state consists of zeros (and a counter of 0). This state is saved even for a trainable
@@ -227,7 +227,7 @@ def _read_param(
         found: The parameter's saved state.
         group: The parameter's merged group.
         theirs: The parameter's saved group.
-        keeper: Determines the dtype and device of the momentum.
+        keeper: Object that determines the dtype and device of the momentum.
 
     Raises:
         ValueError: The state does not fit the parameter. The caller adds the parameter's name to the message.

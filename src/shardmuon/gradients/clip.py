@@ -119,7 +119,7 @@ def clip_grad_norm_(
         )
     with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # same formula and dtypes as in torch
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # same formula and dtypes as torch's
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
                 foreach_mul_(alike, factor.to(device))
@@ -404,8 +404,8 @@ _CHUNK = 1 << 22
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Compute the p-norm of all elements of the tensors, taken as one vector. The CPU waits for the device once per
-    device and dtype."""
+    """Compute the p-norm of all elements of the tensors, taken as one vector. The CPU waits once for each combination
+    of device and dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         small = [part for part in alike if part.numel() < _SMALL]

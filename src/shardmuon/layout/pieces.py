@@ -105,7 +105,7 @@ class Patch(NamedTuple):
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
         """Split the patch into slabs along one dim: the first dim with a size above 1 among the first `num_dims` dims.
-        A slab has at most `limit` elements, unless a single index of the dim already has more. Yields ((dim, start,
+        A slab has at most `limit` elements, unless a single index of the dim already has more. Yield ((dim, start,
         size), slab); dim, start and size are the arguments with which `Tensor.narrow` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]

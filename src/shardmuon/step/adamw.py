@@ -162,7 +162,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[Tensor], 
         else:
             uncounted.append(step)
         # On CPUs, parameters with equal dtypes and step counts share a copy. On other devices, each parameter has a
-        # copy of its own, because reading a step count would wait for the device.
+        # separate copy, because reading a step count would wait for the device.
         key = (*(t.dtype for t in end), float(step) if cuts else len(copied))
         copied.setdefault(key, (step, []))[1].append(end)
     return lines, uncounted, [(_side_by_side(several, step), several) for step, several in copied.values()]

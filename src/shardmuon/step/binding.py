@@ -170,7 +170,7 @@ class Offer:
         ns_device: Device on which this rank orthogonalizes matrices: the accelerator if parameters are offloaded to the
             CPU, else None, which stands for the parameters' own device.
         listed: This rank's parameters that Muon updates.
-        stamp: Text with the properties of this machine on which the bits of matrix products depend.
+        stamp: Text that lists the properties of this machine on which the bits of matrix products depend.
         refs: Dict from a set of ranks to a process group of exactly these ranks that belongs to a parameter or to its
             options. If there are several such groups, the group with the alphabetically first name is used.
     """
@@ -283,8 +283,8 @@ def make_spec(
     for shape in dict.fromkeys(shapes):
         choice = Choice.made(config.method, config.ns_dtype, shape, settings.coefficients, ns_device or device)
         cost = flops(choice.method, *shape, settings.coefficients, choice.dtype, ns_device or device)
-        # Number of bytes per matrix element that is sent to other ranks. The number is 8 for fp64 parameters, because
-        # their gradients can exceed the range of fp32.
+        # Number of bytes that each matrix element takes when the matrix is sent to other ranks. The number is 8 for
+        # fp64 parameters, because their gradients can exceed the range of fp32.
         size = 8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize
         made[shape] = str(choice), cost, size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4

@@ -42,8 +42,9 @@ _PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copie
 
 
 class WeightSet:
-    """Parameters that are shared by the same ranks and whose variants rescale the weights in the same stage. The class
-    computes this rank's part of the norms of their matrices. Objects are cached between steps and hold no tensors.
+    """Parameters that are shared by the same ranks and rescaled by the same stage of a variant (such as Hyperball). The
+    class computes this rank's part of the norms of the parameters' matrices. Objects are cached between steps and hold
+    no tensors.
 
     Args:
         plan: The plan.
@@ -118,8 +119,8 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
-        """Store the norms of weight matrices that are still unknown, and queue a check for matrices of zeros. Called
-        before the update."""
+        """Store the still unknown norms of weight matrices, and queue a check for matrices of zeros. Called before the
+        update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         # only the first of the ranks that share the matrices warns about matrices of zeros

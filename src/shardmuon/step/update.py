@@ -71,7 +71,7 @@ _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
     """Split tiles into portions, and return the indices of the tiles in each portion. The tiles of a portion are of one
-    kind and have at most `limit` elements in total. A tile larger than `limit` forms a portion of its own."""
+    kind and have at most `limit` elements in total. A tile larger than `limit` forms a separate portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -113,7 +113,7 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # Indices of tiles that are only a part of a local tensor, so that `of` must make a view. All other tiles are
+        # Indices of tiles that are only a part of a local tensor, for which `of` must make a view. All other tiles are
         # whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
@@ -274,17 +274,18 @@ class KeptSide:
         self._side = Side(tiles, views, [()] * len(tiles))
 
     def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
-        """For each matrix, make a view of its stage state in this rank's state tensors."""
+        """For each matrix, make a view of its stage state (the state of the variant's stages) in this rank's state
+        tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: _Stored, wire: Tensor) -> None:
-        """Write the stage state to an exchange buffer, bit for bit."""
+        """Write the stage state (the state of the variant's stages) to an exchange buffer, bit for bit."""
         targets = [wire.narrow(0, load.start, load.size) for load in self._loads]
         foreach_copy_(targets, [_as_elements(numbers, wire) for numbers in self.of(stored)])
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
-        """Copy stage state from a receive buffer to this rank's state tensors."""
+        """Copy stage state (the state of the variant's stages) from a receive buffer to this rank's state tensors."""
         # `cat` copies to new memory first, since parts of the buffer may not be aligned for fp32
         came = torch.cat([wire.narrow(0, load.start, load.size) for load in self._loads]).view(torch.float32)
         sizes = [load.size * wire.element_size() // came.element_size() for load in self._loads]
@@ -378,7 +379,7 @@ def apply_(
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
     """Update each view W with its orthogonalized update O: W <- (1 - lr * weight_decay) W - alpha * O. If `cautious`,
-    only elements with O * W > 0 decay, because the decay of these elements has the same direction as their update."""
+    only elements with O * W > 0 decay, because for these elements, the decay has the same direction as the update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):

@@ -133,7 +133,7 @@ def validate(binding: Binding, core: Any, options: Sequence[Settings | None]) ->
     layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
 
     Raises:
-        ValueError: A gradient or state is unusable. The message has the parameter's name.
+        ValueError: A gradient or state is unusable. The message contains the parameter's name.
     """
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
@@ -172,7 +172,7 @@ def _glance(
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            # a momentum loaded from a state dict can be an object of any type
+            # momentum loaded from a state dict can be an object of any type
             rows.append((number, param, grad, kept.get(BUFFER)))
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
@@ -295,11 +295,11 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
-    """Collect the local tensors of each parameter of an AdamW group, as a `Row`. The entry is None for parameters
-    without gradient or state, and for parameters whose gradient or state has another layout.
+    """Collect the local tensors of each parameter of an AdamW group, as a `Row`. The row is None for parameters without
+    gradient or state, and for parameters whose gradient or state has another layout.
 
     Raises:
-        ValueError: A gradient or state is unusable. The message has the parameter's name.
+        ValueError: A gradient or state is unusable. The message contains the parameter's name.
     """
     params = group["params"]
     found: list[Row | None] = [None] * len(params)

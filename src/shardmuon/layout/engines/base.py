@@ -292,8 +292,8 @@ _ENGINES = [_PLAIN]  # engines are tried in this order; the last one recognizes 
 
 
 def register(engine: Engine) -> None:
-    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only
-    tensors of its own kind."""
+    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only the
+    kind of tensor that it handles."""
     _ENGINES.insert(0, engine)
 
 
