@@ -314,8 +314,8 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                # List the shard with use_muon=True, because engines then reject layouts that do not divide into rows
-                # and columns.
+                # List the shard with use_muon=True, because engines then reject layouts that cannot be divided into
+                # rows and columns.
                 if is_cut:
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():

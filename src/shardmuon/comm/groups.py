@@ -104,7 +104,7 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            found = value  # an unpickled reference can be of a job with fewer ranks
+            found = value  # an unpickled reference can come from a job with fewer ranks
         elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
             if not all(isinstance(rank, int) for rank in value) or len(set(value)) < len(value):
@@ -171,7 +171,7 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        number += 1  # creating a group is collective, so all of its ranks count it and agree on the number
+        number += 1  # equal on all ranks of the group, because creating a group is collective
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)
     return group

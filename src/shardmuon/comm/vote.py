@@ -403,8 +403,8 @@ class Call(ABC, Generic[_K]):
         """Return True if the cached binding `kept` matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
-        """Return the ranks of this rank's last vote, or None if this rank has not yet voted under the current default
-        process group. Called on a rank without a cached binding."""
+        """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
+        current default process group. Called on a rank without a cached binding."""
         return None
 
     @abstractmethod
@@ -428,8 +428,8 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Return, as lines, the inputs from which a set's digest is computed. If digests differ, an error message shows
-        the first lines that differ."""
+        """Return a list of the inputs from which the digest of a set of ranks is computed. If digests differ, an error
+        message shows the first inputs that differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Format an error message about the first difference between the ranks of a set.
@@ -527,8 +527,8 @@ def refuse_unlike(
 
     Args:
         everyone: Rank -> set -> digest, for all ranks of the component.
-        lines: Function that returns this rank's inputs of a set's digest, as lines.
-        text: Function that makes an error message from a set and the lines of each rank of the set.
+        lines: Function that returns a list of this rank's inputs to the digest of a set of ranks.
+        text: Function that makes an error message from a set and the list of inputs of each rank of the set.
         fault: Record of this rank's error, if this rank has one.
     """
     component, unlike, mine = tuple(everyone), None, None

@@ -62,7 +62,7 @@ class Binding(Agreed):
 
     Args:
         rank: This rank.
-        table: Table of which rank stores which piece of each parameter.
+        table: Table that lists which rank stores which piece of each parameter.
         plan: Plan for the parameters of the table.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
@@ -270,7 +270,7 @@ def make_spec(
 
     Args:
         name: Name of the parameter in messages.
-        layout: Table of which rank stores which piece of the parameter.
+        layout: Layout that lists which rank stores which piece of the parameter.
         settings: Settings of the parameter's group.
         config: Options of the whole optimizer, which determine how to orthogonalize each matrix.
         device: Device of the parameter.

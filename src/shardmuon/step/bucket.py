@@ -2,8 +2,9 @@
 together. While one bucket is orthogonalized, the next bucket is gathered.
 
 `Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
-orthogonalize them (their owners), orthogonalizes, scatters the results, and relays them to ranks with further replicas.
-The caller passes a function that runs the exchanges, so that real and simulated ranks execute the same code.
+orthogonalize them (their owners), orthogonalizes the matrices, scatters the results, and relays the results to ranks
+with further replicas. The caller passes a function that runs the exchanges, so that real and simulated ranks execute
+the same code.
 """
 
 from __future__ import annotations

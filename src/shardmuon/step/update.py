@@ -119,7 +119,7 @@ class Side:
         # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # the kinds of the parameters and the limit on elements with which the portions in `_dealt` were computed
+        # the parameters' kinds and the limit on elements for which `_dealt` was computed
         self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 

@@ -52,7 +52,7 @@ class UnitPlace(NamedTuple):
     is_sharded: bool
 
     def holds(self, param: Tensor) -> bool:
-        """True if the unit still exists and still has the parameter."""
+        """True if the FSDP1 unit still exists and still contains the parameter."""
         unit = self.unit()
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
