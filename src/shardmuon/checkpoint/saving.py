@@ -99,9 +99,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     `torch.distributed.checkpoint.load` alone would write directly into the tensors of the model and the optimizer, so a
     damaged file would leave these tensors partly old and partly new. This function reads into copies instead. The model
-    and the optimizer get the copies only after everything has been read and checked. The copies need memory, and so
-    does one more copy of the weights at the end. Code in a file never runs. Parameter groups get all options that the
-    file contains, and frozen parameters get their state.
+    and the optimizer get the copies only after everything has been read and checked. Memory is needed for these copies
+    and, at the end, for one more copy of the weights. Code in a file never runs. Parameter groups get all options that
+    the file contains, and frozen parameters get their state.
 
     Args:
         path: Folder that `save` wrote.
@@ -146,8 +146,8 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
     state = dict[str, Any]()
     for group, of_file, names in zip(optimizer.param_groups, packed, members, strict=True):
         of_file["params"] = names
-        # Under FSDP1, the saved groups contain the variants' state. It is dropped here, because `state` contains it as
-        # well.
+        # Under FSDP1, the saved groups contain the state of variants (such as NorMuon), which is dropped because
+        # `state` contains it as well.
         of_file.pop(CARRIED, None)
         state |= {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, group["params"], strict=True)}
     return get_model_state_dict(model), state, tuple(packed)
@@ -226,7 +226,8 @@ def _take_over(
     model: nn.Module,
     optimizer: Any,
 ) -> None:
-    """Put loaded weights and state into model and optimizer, on all ranks or on none. Collective over all ranks.
+    """Put loaded weights and state into the model and the optimizer, on all ranks or on none. Collective over all
+    ranks.
 
     Args:
         weights: Dict from parameter name to loaded weights.
@@ -314,8 +315,8 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                # List the shard with use_muon=True, because engines then reject layouts that do not divide into rows
-                # and columns.
+                # List the shard with use_muon=True, because engines then reject layouts that cannot be divided into
+                # rows and columns.
                 if is_cut:
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
@@ -336,7 +337,7 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
 
 
 def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[str, Any]]:
-    """Remove the step counts of parameters of which this rank stores nothing. Changes `state` in place.
+    """Remove from `state`, in place, the step counts of parameters of which this rank stores no elements.
 
     Frameworks give an empty shard no gradient, so its step count is outdated. torch.distributed.checkpoint writes the
     step count of an arbitrary rank, which could be the outdated count of this rank.
@@ -356,8 +357,8 @@ def _as_global(
     state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
     table: Table,  # layouts of all shards that are plain tensors
 ) -> dict[str, Any]:
-    """Replace every shard that is a plain tensor, in weights and state, with a `_Shard`, which has its position in the
-    whole tensor ([Note: plain shards]).
+    """In weights and state, replace every shard that is a plain tensor with a `_Shard`, which records its position in
+    the whole tensor ([Note: plain shards]).
 
     Returns:
         {"model": weights, "optimizer": {"state": state}}.

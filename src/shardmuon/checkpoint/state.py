@@ -3,9 +3,9 @@ module does not communicate.
 
 [Note: state of other optimizers]
     Momentum in this package and in torch.optim.Muon is an average, B <- mu B + (1 - mu) G. Other optimizers store the
-    sum B <- mu B + G under the same key. If this sum were used as an average, it would be 20 times too large at
-    mu = 0.95. A state dict does not tell whether it contains averages or sums, so only groups with the options of Muon
-    are accepted, and nothing is converted.
+    sum B <- mu B + G under the same key. If this sum were used as an average, it would be 20 times too large at mu =
+    0.95. A state dict does not show whether it contains averages or sums, so only groups with the options of Muon are
+    accepted, and nothing is converted.
 
 [Note: state that is not there]
     A parameter's initial state consists of zeros (and a counter of 0). This state is saved even for a trainable
@@ -57,8 +57,8 @@ def _state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Add the missing entries of a parameter's initial state, which consists of zeros, and remove AdamW's state of a
-    parameter that Muon now updates, and vice versa. Changes `state` in place."""
+    """Add the missing entries of a parameter's initial state, which consists of zeros. If the parameter has moved from
+    AdamW to Muon or from Muon to AdamW, also remove the state of the previous optimizer. Modify `state` in place."""
     if not group["use_muon"]:
         init_state(param, state)
     elif not {BUFFER, *_kept_keys(group)} <= state.keys():
@@ -82,8 +82,8 @@ def read_state(
     """Check a state dict and convert it for an optimizer.
 
     Returns:
-        Parameter -> state, in the optimizer's dtypes and on its devices, and the new groups. As in torch, the result
-        shares with `saved` all tensors whose dtype and device do not change.
+        Parameter -> state, in the optimizer's dtypes and on its devices, and the new groups. As in torch, tensors whose
+        dtype and device do not change are shared with `saved`.
 
     Raises:
         ValueError: The state dict does not fit the optimizer.
@@ -219,7 +219,7 @@ def _read_param(
         found: The parameter's saved state.
         group: The parameter's merged group.
         theirs: The parameter's saved group.
-        keeper: Determines the dtype and device of the momentum.
+        keeper: Object that determines the dtype and device of the momentum.
 
     Raises:
         ValueError: The state does not fit the parameter. The caller adds the parameter's name to the message.

@@ -104,7 +104,7 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            found = value  # an unpickled reference can be of a job with fewer ranks
+            found = value  # an unpickled reference can come from a job with fewer ranks
         elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
             if not all(isinstance(rank, int) for rank in value) or len(set(value)) < len(value):
@@ -264,8 +264,8 @@ class Pending(NamedTuple):
 
 def _hops_of(me: int, num: int) -> list[tuple[str, int]]:
     """List the hops of the rank with index `me` in an all-reduce over `num` ranks ([Note: recursive doubling]). A hop
-    consists of its kind and the index of the other rank. A hop of kind "send" sends a message, "swap" sends one and
-    merges the received one, "hear" only receives and merges, and "take" receives the final result."""
+    is a pair (name of the operation, index of the other rank). "send" sends a message, "swap" sends a message and
+    merges the received message, "hear" only receives and merges, and "take" receives the final result."""
     power = 1 << (num.bit_length() - 1)
     if me >= power:
         return [("send", me - power), ("take", me - power)]
@@ -307,7 +307,8 @@ class Lane:
 
     @classmethod
     def over(cls, ranks: Ranks) -> Lane:
-        """Return the open lane of these ranks (ascending, including this rank). Creates a lane if none is open."""
+        """Return the open lane (message channel) of these ranks (ascending, including this rank). Create a lane if none
+        is open."""
         world = default_group()
         if world is None:
             raise RuntimeError(
@@ -322,8 +323,8 @@ class Lane:
 
     @staticmethod
     def close_over(ranks: Ranks) -> None:
-        """Close the lane of these ranks if this rank has one. Does not create a lane just to close it: the sequence
-        number of the next lane would then differ between ranks."""
+        """Close the lane (message channel) of these ranks if this rank has one. A missing lane is not created just to
+        be closed, because the sequence number of the next lane would then differ between ranks."""
         world = default_group()
         if world is not None and ranks in made_under(world).lanes:
             made_under(world).lanes[ranks].close()

@@ -98,7 +98,8 @@ class Fault:
         return True
 
     def settle(self, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
-        """Raise an error on all ranks of a component if any of these ranks has an error. Collective over the component.
+        """Raise an error on all ranks of a component (all connected ranks) if any of these ranks has an error.
+        Collective over the component.
 
         Args:
             component: All ranks that make this call.
@@ -116,7 +117,7 @@ class Fault:
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            gather({}, component, self)  # after a failed vote, all ranks gather, whatever they voted on
+            gather({}, component, self)  # after a failed vote, all ranks call `gather`, whatever they voted on
             raise _other_call(component, verdict)
         return bool(verdict.presence)
 
@@ -171,8 +172,8 @@ _Message = tuple[int, int, int, int]  # (phase, flags, sum of digests, presence 
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
-    """Merge the ballots of all ranks into a verdict. Collective over the component; all of its ranks return the same
-    verdict.
+    """Merge the ballots of all ranks of a component (all connected ranks) into a verdict. Collective over the
+    component. All ranks return the same verdict.
 
     Raises:
         ExchangeError: A rank did not answer in time, or its process has ended.
@@ -299,7 +300,7 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
         everyone = Lane.over(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
     num_done = 0
-    while num_done < _num_rounds(known):  # all ranks of a component stop after the same round
+    while num_done < _num_rounds(known):  # all connected ranks stop after the same round
         for ranks in in_order(sets):
             for heard in Lane.over(ranks).share(pickle.dumps(known), "finding out who belongs together"):
                 known.update(heard)
@@ -309,8 +310,8 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
 
 
 def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
-    """Sort sets of ranks, small sets first. Every rank communicates with its sets in this order. Omits sets of one
-    rank and repeated sets."""
+    """Sort sets of ranks, small sets first, and omit sets of one rank and repeated sets. Every rank communicates with
+    its sets in this order."""
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
@@ -394,39 +395,41 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def known(self) -> _K | None:
-        """Return the binding that the last call cached, or None if no cached binding applies to this call."""
+        """Return the binding (data that ranks have built together) that the last call cached, or None if no cached
+        binding applies to this call."""
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
         """Return True if the cached binding `kept` matches the current parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
-        """Return the ranks of this rank's last vote, or None if this rank has not yet voted under the current default
-        process group. Called on a rank without a cached binding."""
+        """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
+        current default process group. Called on a rank without a cached binding."""
         return None
 
     @abstractmethod
     def sets(self, fault: Fault) -> list[Ranks]:
         """Return the sets of ranks in which other ranks may be waiting for this rank. If a set cannot be determined,
-        records the reason in `fault`."""
+        record the reason in `fault`."""
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
-        """Rebuild the cached binding. Collective over the component.
+        """Rebuild the cached binding (data that ranks have built together). Collective over the component (all
+        connected ranks).
 
-        No caller catches exceptions of this method, so it must record them in `fault`. `before` has the ranks that
-        last voted together, or is None if they are unknown.
+        No caller catches exceptions of this method, so it must record them in `fault`. `before` contains the ranks that
+        last voted together, or is None if these ranks are unknown.
         """
 
     @abstractmethod
     def read(self, kept: _K) -> Ballot:
         """Read all inputs of the call and return this rank's ballot, with flags for conditions such as a due audit.
-        Must not change weights, gradients or momentum, because the vote can still refuse the call."""
+        This method must not change weights, gradients or momentum, because the vote can still reject the call."""
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Return, as lines, the inputs from which a set's digest is computed. If digests differ, an error message shows
-        the first lines that differ."""
+        """Return a list of the inputs from which the digest of a set of ranks is computed. If digests differ, an error
+        message shows the first inputs that differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Format an error message about the first difference between the ranks of a set.
@@ -483,8 +486,8 @@ class Call(ABC, Generic[_K]):
             fresh = self.renew(None if verdict.flags & Flag.BEYOND else kept.component, fault)
 
     def renewed(self, fault: Fault) -> _K:
-        """Rebuild the binding, starting on a rank without a cached binding. Collective over the component: ranks with a
-        cached binding learn of the rebuild in their next vote ([Note: who votes])."""
+        """Rebuild the binding (data that ranks build together), starting on a rank without a cached binding. Collective
+        over the component: ranks with a cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
         for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
             with fault:
@@ -520,12 +523,12 @@ def refuse_unlike(
     text: Callable[[Ranks, list[Any]], str],
     fault: Fault,
 ) -> None:
-    """Raise Refused on every rank if the digests of a set differ. Collective over the component.
+    """Raise Refused on every rank if ranks of a set have different digests. Collective over the component.
 
     Args:
         everyone: Rank -> set -> digest, for all ranks of the component.
-        lines: Function that returns this rank's inputs of a set's digest, as lines.
-        text: Function that makes an error message from a set and the lines of each rank of the set.
+        lines: Function that returns a list of this rank's inputs to the digest of a set of ranks.
+        text: Function that makes an error message from a set and the list of inputs of each rank of the set.
         fault: Record of this rank's error, if this rank has one.
     """
     component, unlike, mine = tuple(everyone), None, None

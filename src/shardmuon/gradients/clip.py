@@ -86,7 +86,7 @@ def clip_grad_norm_(
             gradients are set to None, so that no rank can take a step with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    # A set is refused before any communication, so that no other rank waits for this rank.
+    # A set is rejected before any communication, so that no other rank waits for this rank.
     if isinstance(parameters, SETS):
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
@@ -119,7 +119,7 @@ def clip_grad_norm_(
         )
     with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float32, device="cpu")
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # formula and dtypes of torch's clip_grad_norm_
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # same formula and dtypes as torch's
         if float(factor) != 1.0:
             for (device, _), alike in by_kind(call.held.values()).items():
                 foreach("mul_", alike, other=factor.to(device))
@@ -129,7 +129,7 @@ def clip_grad_norm_(
 @contextmanager
 def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
     """Set this rank's gradients to None if the code in the `with` block raises an error, and re-raise the error or an
-    ExchangeError with this error as its cause. Gradients stay if the error is Refused, which all ranks raise.
+    ExchangeError with this error as its cause. The gradients are kept if the error is Refused, which all ranks raise.
 
     Other ranks do not learn of a failure after the last communication, and continue with scaled gradients. The next
     step then raises an error on every rank that shares these parameters, because this rank has no gradients.
@@ -154,13 +154,13 @@ _ALIGN = 1  # bit that a rank sets in its vote if it must redistribute gradients
 
 def _listed_of(source: Any, fault: Fault) -> list[Listed]:
     """List the parameters of an optimizer, module, tensor or list, in the user's order. If a parameter is not a tensor,
-    records an error in `fault`."""
+    record an error in `fault`."""
     if isinstance(source, (nn.Module, Tensor)):
         source = source.named_parameters() if isinstance(source, nn.Module) else [source]
     found = []
     for at, entry in enumerate(source.param_groups if isinstance(source, Optimizer) else source):
         group: Mapping[str, Any] = entry if isinstance(entry, dict) else {"params": [entry]}
-        # `use_muon` is False, because clipping needs no matrices, so parameters of any shape are accepted.
+        # With `use_muon=False`, parameters of any shape are accepted, because clipping needs no matrices.
         options = {"use_muon": False, **{key: group.get(key) for key in PLACE_OPTIONS}}
         names, of_group = names_of(group), f" of group {at}" if group is entry else ""
         for position, given in enumerate(group["params"]):
@@ -182,8 +182,8 @@ class _BoundGradients(Agreed):
         beyond: The ranks of `process_group`, ascending; None if there is no group or it has one rank.
         engines: For each parameter, the engine (layout adapter) that gives access to the parameter's local storage.
         key: Cache key, which changes with parameters, layouts and options.
-        counted: Indices of the parameters whose local data this rank counts. No other rank with the same data counts
-            this data.
+        counted: Indices of the parameters whose local data this rank counts. Other ranks with the same data do not
+            count it.
         loose: (set of ranks, shape) -> indices of the parameters on this set of ranks, with this shape, whose gradients
             are loose ([Note: who sums with whom]). The set of a plain tensor contains only this rank.
         lines: Description of each parameter, equal on all ranks that share the parameter.
@@ -236,8 +236,8 @@ def _key_of(params: Sequence[Listed]) -> list[tuple[str, int, Group, Engine, obj
 
 
 def _counts(layout: ParamLayout) -> bool:
-    """Return True if this rank counts its part of a tensor in the norm. Of the ranks that store the same part, only the
-    first rank counts it.
+    """Return True if this rank counts its part of a tensor in the norm. If several ranks store the same part, only the
+    first of these ranks counts the part.
 
     Raises:
         ValueError: This rank is the first for some of its pieces of the tensor, but not for all of these pieces.
@@ -335,7 +335,8 @@ class _Clipping(TableCall[_BoundGradients]):
         return Ballot(self.phase, Flag.NONE, said, align)
 
     def _count(self, kept: _BoundGradients) -> None:
-        """Compute the norms of the gradients that this rank counts, and the fingerprints of loose gradients."""
+        """Compute the norms of the gradients that this rank counts, and the fingerprints of loose gradients (gradients
+        that may have replicas on other ranks)."""
         own = {n: local for n, local in self.held.items() if n in kept.counted}
         norms, self.loose = dict[tuple[Ranks, Ints], float](), []
         for key, numbers in kept.loose.items():
@@ -403,8 +404,8 @@ _CHUNK = 1 << 22
 
 
 def _norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Compute the p-norm of all elements of the tensors, taken as one vector. The CPU waits for the device once per
-    device and dtype."""
+    """Compute the p-norm of all elements of the tensors, taken as one vector. The CPU waits once for each combination
+    of device and dtype."""
     found: list[float] = []
     for alike in by_kind(tensors).values():
         small = [part for part in alike if part.numel() < _SMALL]

@@ -1,14 +1,14 @@
-"""The layout table of an optimizer's parameters, which the ranks build together: each rank reports what it stores of
-each parameter, and all ranks compute the layouts from these reports.
+"""The layout table of an optimizer's parameters, which the ranks build together: each rank reports which part of each
+parameter it stores, and all ranks compute the layouts from these reports.
 
 [Note: describing together]
     A component is a set of ranks that are connected, directly or through other ranks, by shared parameters. Its ranks
     build the table in three exchanges:
 
     1. Each rank inspects its parameters and sends the component the sets of ranks that share them.
-    2. Each rank sends its claims, which describe what it stores of each parameter, and a digest of the data that must
-       be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the claims of the
-       ranks that share it.
+    2. Each rank sends its claims, which describe the part of each parameter that it stores, and a digest of the data
+       that must be equal on all ranks that share a parameter. The layout of a parameter is a pure function of the
+       claims of the ranks that share it.
     3. Ranks exchange and compare fingerprints of replicated parameters. The values of parameters without replicas are
        not read.
 
@@ -42,7 +42,7 @@ class Listed(NamedTuple):
 
     Attributes:
         name: Name of the parameter in error messages.
-        identity: Name of the parameter that all ranks have in common; "" if there is no such name.
+        identity: Name that identifies the parameter on all ranks; "" if it has none.
         param, group: The tensor and its parameter group.
         view: Keyword arguments of `matrix_view`, which define the matrices in the tensor. None: the tensor holds no
             matrices (an AdamW parameter).
@@ -59,7 +59,7 @@ class Listed(NamedTuple):
 
 class _Described(NamedTuple):
     """A parameter, the engine that handles its kind of storage, and the engine's report: the ranks that share the
-    parameter (ties) and what this rank stores of it (claim)."""
+    parameter (ties), and a description of the part that this rank stores (claim)."""
 
     listed: Listed
     engine: Engine
@@ -75,13 +75,13 @@ class Table:
     Attributes:
         component: All ranks that built the table, connected by shared parameters.
         params: This rank's parameters.
-        claims: For each parameter, this rank's description of what it stores.
+        claims: For each parameter, this rank's description of the part that it stores.
         layouts: Layout of each parameter.
         sets: Set of ranks -> indices of the parameters that these ranks share. Small sets come first.
         stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
         token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
-            bytes of each rank. If two optimizers are otherwise equal, their tokens reveal that ranks step them in
-            different orders.
+            bytes that the ranks contribute. If two optimizers are otherwise identical, their tokens reveal that ranks
+            step them in different orders.
     """
 
     component: Ranks
@@ -102,8 +102,8 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Find the grid of all ranks that share a tensor, for every `Ties` in `known`. A row of the grid is a replica, a
-    column is a part of the tensor. The result is equal on all ranks.
+    """Find the grid of all ranks that share a tensor, for every `Ties` in `known`. Each row of the grid is a replica of
+    the tensor, and each column is a part. The result is equal on all ranks.
 
     Args:
         known: Rank -> the ties of its tensors (the ranks with which it shares them), for all ranks that are
@@ -126,9 +126,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
-    # `columns` has, for each part, the ranks that store the part. `rows` has, for each mate (a rank that stores the
-    # same part as `rank`), the ranks of the mate's replica, provided that each of these ranks is in the column of the
-    # part that it stores.
+    # `columns` lists the set of ranks that store each part. `rows` maps each mate (a rank that stores the same part as
+    # `rank`) to the ranks of the mate's replica. The i-th rank of a row must be in the i-th column.
     columns = [{mate for t in known.get(part, ()) if t.parts == ties.parts for mate in t.mates} for part in ties.parts]
     rows: dict[int, Ranks] = {}
     for mate in ties.mates:
@@ -164,7 +163,7 @@ def _no_grid(rank: int, ties: Ties, other: int, known: Mapping[int, Collection[T
 
 
 def describe(listed: Sequence[Listed]) -> list[_Described]:
-    """Ask each parameter's engine which ranks share the parameter and what this rank stores of it.
+    """Ask each parameter's engine which ranks share the parameter and which part of it this rank stores.
 
     Raises:
         ValueError: A parameter cannot be used. The message contains the parameter's name and the reason.
@@ -180,8 +179,8 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of these parameters: for each parameter, the ranks that share it. Returns a dict from each of the
-    ties to its sets of ranks. The other ranks of these sets wait for this rank's message, so an error does not stop
+    """Find the ties of these parameters: for each parameter, the ranks that share it. Return a dict that maps the ties
+    to the sets of ranks in them. The other ranks of these sets wait for this rank's message, so an error does not stop
     the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains an error
     afterwards, the search is repeated once, because an interruption can end a search early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
@@ -211,8 +210,8 @@ def bind(
 
     Args:
         listed: This rank's parameters.
-        waiting: Function that returns name, tensor and group of every parameter for which other ranks can be waiting
-            for this rank, including the listed ones. None: the listed parameters.
+        waiting: Function that returns the name, tensor and group of every parameter for which other ranks can be
+            waiting for this rank, including the listed ones. None: the listed parameters.
         beyond: Further sets of ranks that must belong to the component. Each set contains this rank.
         before: Component of the previous table; None: there is no previous table.
         stamp: Text that identifies this rank's hardware and software.
@@ -261,11 +260,11 @@ def bind(
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Format the properties of a parameter that must be equal on all ranks that share it. `compared` is True if the
-    values of replicas are to be compared."""
+    """Format, as one line, the properties that must be equal on all ranks that share the parameter. `compared` is True
+    if the ranks compare the values of replicas."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # -1 is the size of a dim that is cut into parts of any size
+    sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of arbitrary sizes
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
@@ -369,8 +368,8 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
 
 
 class TableCall(Call[_K]):
-    """A collective call that builds a layout table and derives from it, with the method `made`, the data that later
-    calls reuse (the binding).
+    """A collective call that builds a layout table. From this table, the method `made` derives the binding, which is
+    the data that later calls reuse.
 
     Attributes:
         beyond: Ranks that must take part in the call even if they share no parameter with this rank; None: there are no
@@ -387,18 +386,18 @@ class TableCall(Call[_K]):
         """Return the parameters of this rank that a new table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
-        """Return name, tensor and group of every parameter for which other ranks can be waiting for this rank,
+        """Return the name, tensor and group of every parameter for which other ranks can be waiting for this rank,
         including parameters for which `listed` raises an error."""
         return [(one.name, one.param, one.group) for one in self.listed()]
 
     @abstractmethod
     def made(self, table: Table) -> tuple[_K, Any]:
-        """Derive the binding, the data that later calls reuse, from a new table. Returns the binding, and a picklable
-        message, which the caller sends to all ranks that have built the table together."""
+        """Derive the binding (the data that later calls reuse) from a new table. Return the binding and a picklable
+        message. The caller sends the message to all ranks that built the table together."""
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding `kept`, and store it for later calls. `everyone` has the message that `made` has
+        """Complete the binding `kept`, and store it for later calls. `everyone` contains the message that `made`
         returned on each rank."""
 
     def sets(self, fault: Fault) -> list[Ranks]:

@@ -7,9 +7,9 @@ tensor-parallel group, or ranges of flattened elements.
     that the dim was already cut into s shards before the strided shard's axis cut the dim: `fully_shard` on top of
     tensor parallelism gives mesh (dp, tp) and placements (_StridedShard(0, 2), Shard(0)), where tp cuts first and dp
     cuts each tp shard. Torch's own offset helper and `distribute_tensor` read these placements from left to right. If
-    sizes do not divide evenly, the rows that they find differ from the rows that `fully_shard` stores. This module
-    computes the rows that `fully_shard` stores. If a rank's storage does not have the computed shape, an error is
-    raised.
+    sizes do not divide evenly, the rows that these two functions find differ from the rows that `fully_shard` stores.
+    This module computes the rows that `fully_shard` stores. If a rank's storage does not have the computed shape, an
+    error is raised.
 
 [Note: lone strided shard]
     A strided shard is the only shard of its dim if the axis that cut the dim first has been gathered. With split factor
@@ -23,12 +23,12 @@ tensor-parallel group, or ranges of flattened elements.
     TransformerEngine call the stride `partition_stride`.
 
 [Note: placement of stage state]
-    Some stages of an update, such as NorMuon's, store values per matrix between steps ([Note: state of stages] in
-    variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per
-    row). The state tensor is replicated on every rank that shares the parameter, including ranks that store nothing of
-    the parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of
-    matrices (experts) that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the
-    state tensor is placed like the parameter.
+    Some stages of variants, such as NorMuon's, store values for each matrix between steps ([Note: state of stages] in
+    variants.py). For each parameter, these values form a state tensor of shape (stacked matrices or 1, values per row).
+    The state tensor is replicated on every rank that shares the parameter, including ranks that store no part of the
+    parameter, because torch's checkpoints read replicated tensors from any rank. The exception is a stack of matrices
+    (experts) that a mesh shards along dim 0: each rank then stores the values of its own matrices, and the state tensor
+    is placed like the parameter.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class OnMesh(NamedTuple):
     placements: tuple[Shard | None, ...]
 
     def reading(self, shape: Ints) -> dict[int, _OfRank]:
-        """Compute the pieces that each rank stores of a tensor with this global shape, and the shape of the storage
-        that contains the pieces. The ranks are in the order of `ranks`."""
+        """Compute which pieces of a tensor with this global shape each rank stores, and the shape of the storage that
+        contains these pieces. The keys of the dict are in the order of `ranks`."""
         places = itertools.product(*map(range, self.mesh))
         return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
 
@@ -81,9 +81,9 @@ class OnMesh(NamedTuple):
         return _stored(ranges)
 
     def kept(self, layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-        """Make the layout of the state tensor in which a stage of the update stores `sizes[i]` values for matrix i of a
-        parameter that is placed on this mesh: see [Note: placement of stage state]. `layout`: layout of the
-        parameter."""
+        """Make the layout of a state tensor that contains `sizes[i]` values for matrix i of a parameter on this mesh. A
+        stage of the variant (such as NorMuon) stores these values between steps ([Note: placement of stage state]).
+        `layout`: layout of the parameter."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
         # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate it.
         cuts = tuple(p if p is not None and p.dim == 0 and is_stack else None for p in self.placements)
@@ -93,9 +93,9 @@ class OnMesh(NamedTuple):
 
 def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int, int]]:
     """Sort the (mesh axis, split factor) pairs of a tensor dim into the order in which the axes cut the dim ([Note:
-    order of cuts]). `listed` has the pairs in the order of the mesh axes. There, a split factor is the number of shards
-    that earlier cuts, by axes later in the list, had made. In the result, a factor counts only the shards made by axes
-    that are not in the list."""
+    order of cuts]). The input is in the order of the mesh axes, and its split factors count all shards made by earlier
+    cuts, including cuts by axes later in the list. In the result, a split factor counts only shards made by axes that
+    are not in the list."""
     ordered: list[tuple[int, int]] = []
     for axis, factor in reversed(listed):
         before, position = 1, 0
@@ -109,8 +109,9 @@ def _nested(listed: Sequence[tuple[int, int]], mesh: Ints) -> Sequence[tuple[int
 
 
 def _ranges(size: int, cuts: Sequence[tuple[int, int]], mesh: Ints, place: Ints) -> _Ranges:
-    """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut divides the dim into
-    `factor` parts and every part among the ranks along the mesh axis, so that a rank stores a share of every part."""
+    """Compute the indices of a tensor dim that are stored at mesh coordinate `place`. Each cut first splits the dim
+    into `factor` parts, and then splits each part among the ranks along the mesh axis, so that a rank stores a share of
+    every part."""
     ranges: _Ranges = ((0, size),)
     for axis, factor in cuts:
         parts = (_chunk(ranges, factor, part) for part in range(factor))
@@ -119,8 +120,8 @@ def _ranges(size: int, cuts: Sequence[tuple[int, int]], mesh: Ints, place: Ints)
 
 
 def _chunk(ranges: _Ranges, num_parts: int, part: int) -> _Ranges:
-    """Return the indices in chunk number `part` when the concatenated `ranges` are split into `num_parts` chunks of the
-    sizes that `torch.chunk` gives."""
+    """Split the concatenated `ranges` into `num_parts` chunks of the same sizes as in `torch.chunk`, and return the
+    indices in the chunk at position `part`."""
     step = -(-sum(stop - start for start, stop in ranges) // num_parts)
     return _narrow(ranges, part * step, step)
 
@@ -178,7 +179,7 @@ class Cut(NamedTuple):
 
         Args:
             shape: Shape of the whole tensor.
-            part, num_parts: Index of the part, and number of parts. The parts have the sizes that `torch.chunk` gives.
+            part, num_parts: Index of the part, and number of parts. The parts have the same sizes as in `torch.chunk`.
             rows: Indices along dim 0 of the part.
 
         Raises:

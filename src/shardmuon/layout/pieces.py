@@ -105,7 +105,7 @@ class Patch(NamedTuple):
 
     def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
         """Split the patch into slabs along one dim: the first dim with a size above 1 among the first `num_dims` dims.
-        A slab has at most `limit` elements, unless a single index of the dim already has more. Yields ((dim, start,
+        A slab has at most `limit` elements, unless a single index of the dim already has more. Yield ((dim, start,
         size), slab); dim, start and size are the arguments with which `Tensor.narrow` selects the slab."""
         dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
         size = self.sizes[dim]
@@ -267,7 +267,7 @@ class ParamLayout:
 
     Attributes:
         view: The tensor's matrices and its global shape.
-        ranks: All ranks that share the tensor, including ranks that store nothing of it.
+        ranks: All ranks that share the tensor, including ranks that store no part of it.
         held: For each rank of `ranks`, in the same order: the pieces that the rank stores.
 
     Raises:
@@ -309,8 +309,9 @@ class ParamLayout:
         return self.held[self.ranks.index(rank)]
 
     def spans(self, rank: int, strides: Sequence[int]) -> Iterator[tuple[Ints, Ints, Ints, int]]:
-        """Yield (start, sizes, strides, offset) for each box of the tensor that a rank stores: the first index of the
-        box, its sizes, and its strides and the offset of its first element in a storage with the given strides."""
+        """Yield (start, sizes, strides, offset) for each box of the tensor that a rank stores. `start` is the first
+        index of the box. The yielded strides and offset address the box in a storage that has the strides given as
+        argument."""
         for held in self.of_rank(rank):
             for start, sizes in _spans_of(held.piece, self.view.shape):
                 offset, steps = Tile(0, start, sizes, held).in_storage(self.view, strides)
@@ -334,8 +335,8 @@ class ParamLayout:
 
     @cached_property
     def replica_of(self) -> dict[int, int]:
-        """Dict from each rank to the index of its replica, which is the rank's index among all ranks that store the
-        rank's first piece. The index of a rank that stores nothing is 0. On a hybrid-sharded mesh, the index is the
+        """Dict from each rank to the index of its replica: the position of the rank among all ranks that store the
+        rank's first piece. The index is 0 for a rank that stores nothing. On a hybrid-sharded mesh, the index is the
         rank's coordinate on the replica axis.
         """
         return {rank: self.keepers[pieces[0]].index(rank) if pieces else 0 for rank, pieces in self.pieces.items()}
@@ -357,15 +358,15 @@ class ParamLayout:
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
-        """Choose the rank with which `owner`, the rank that orthogonalizes the matrix, exchanges a piece. The chosen
+        """Choose the rank with which `owner` (the rank that orthogonalizes the matrix) exchanges a piece. The chosen
         rank sends the piece to the owner and receives the result. If the owner stores the piece, the owner itself is
-        chosen, otherwise the rank in the owner's replica that stores the piece."""
+        chosen. Otherwise, the choice is the rank in the owner's replica that stores the piece."""
         ranks = self.keepers[piece]
         return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
 
     @cached_property
     def whole_on(self) -> tuple[Ranks, ...]:
-        """For each matrix, the ranks that store all of its elements."""
+        """For each matrix, the ranks that each store the whole matrix."""
         return tuple(
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)

@@ -75,9 +75,9 @@ class MatrixView:
         return (*strides[:d], period * strides[d], *strides[d:])
 
     def kept(self, sizes: Sequence[int]) -> MatrixView:
-        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. For a stack, the state tensor has
-        one row per stacked entry, otherwise a single row. A row contains the values of all matrices of its entry, one
-        matrix after the other."""
+        """Make the view of a state tensor that holds `sizes[i]` values for matrix i. The state tensor of a stack has
+        one row per stacked entry, and any other state tensor has a single row. A row contains the values of all
+        matrices of its entry, one matrix after the other."""
         num_stacked = self.shape[0] if self.num_row_dims == 2 else 1
         of_row = sizes[: len(sizes) // num_stacked]
         starts = list(itertools.accumulate(of_row, initial=0))
@@ -202,7 +202,7 @@ def _blocks_of(
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Check the options, and return the sizes of the blocks in one repeat and the number of repeats."""
+    """Check the options. Return the sizes of the blocks in one repeat, and the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")

@@ -32,7 +32,7 @@ from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # largest number of bytes that the CPU kernel processes at a time (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # tensors with fewer elements are copied as a whole
+_SMALL = 1 << 14  # if the end of a tensor with fewer elements needs padding, the whole tensor is copied
 
 
 class Row(NamedTuple):
@@ -49,12 +49,12 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # state of each parameter; missing entries are created
     engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
-    # Dict from the index of a group to a row for each parameter, which contains the parameter's local tensors. A row is
-    # None if it is not known yet.
+    # Dict from the index of an AdamW group to one row per parameter, which contains the parameter's local tensors. A
+    # row is None if these tensors are not known yet.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
 ) -> None:
     """Take an AdamW step on the groups with use_muon=False. AdamW is elementwise, so ranks exchange data only if a
-    gradient must be redistributed to its parameter's layout. Does not synchronize with accelerators."""
+    gradient must be redistributed to its parameter's layout. The CPU does not wait for accelerators."""
     for number, group in enumerate(groups):
         if group["use_muon"]:
             continue
@@ -84,9 +84,9 @@ def _completed(
     state: MutableMapping[Tensor, dict[str, Any]],
     engines: Callable[[], set[Engine]],
 ) -> list[Row]:
-    """Return a row for each parameter of a group that takes part in the step, and create missing state. A parameter
-    takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements of the
-    parameter. Collective if a gradient must be redistributed to its parameter's layout."""
+    """Return a row (local tensors) for each parameter of a group that takes part in the step, and create missing state.
+    A parameter takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements
+    of the parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
     stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) of all parameters with a gradient
     found: list[Row] = []
@@ -109,8 +109,8 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     """Create `step`, `exp_avg` and `exp_avg_sq`, if any of them is missing, as torch.optim.AdamW does. The moments have
     the parameter's layout.
 
-    Deletes Muon's momentum and variant state, which would be stale if the parameter returned to Muon. A `step` left
-    over from Muon is replaced, because it counts Muon's steps.
+    Delete Muon's momentum and the state of variants (such as NorMuon), which would be stale if the parameter returned
+    to Muon. A `step` left over from Muon is replaced, because it counts Muon's steps.
     """
     for key in (BUFFER, SCALE, *KEPT_KEYS):
         state.pop(key, None)
@@ -129,7 +129,7 @@ _Line = Sequence[Tensor]  # the weight, gradient, exp_avg, exp_avg_sq and step c
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Line]]]:
     """Split the tensors on one device into tensors that are updated in place and tensors that are updated in padded
-    copies, see [Note: one form of AdamW].
+    copies ([Note: one form of AdamW]).
 
     Args:
         rows: Parameters on one device.
@@ -172,7 +172,7 @@ def _side_by_side(several: Sequence[_Line]) -> _Line:
 
 
 def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device) -> None:
-    """Take one AdamW step on parameters that are on one device, in place. `group` has lr, betas, eps and
+    """Take one in-place AdamW step on parameters that are on one device. `group` contains lr, betas, eps and
     weight_decay."""
     lines, originals = _lines(rows, device.type == "cpu")
     copies = list(map(_side_by_side, originals))

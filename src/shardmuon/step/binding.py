@@ -42,7 +42,7 @@ class Member(NamedTuple):
         param: The tensor.
         group: Index of the parameter's group.
         name: Name of the parameter in messages.
-        identity: Name of the parameter that is equal on all ranks; "" if it has none.
+        identity: Name that identifies the parameter on all ranks; "" if it has none.
         engine: The object that gives access to the parameter's layout and local storage.
         signature: The engine's summary of the parameter's layout when the plan was made. A different summary later
             shows that the layout has changed.
@@ -57,16 +57,16 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan with this rank's parameters and buckets. `sets`, `component` and `token` are copied from the table.
+    """A plan with this rank's parameters and buckets (sets of matrices that are exchanged together). `sets`,
+    `component` and `token` are copied from the table.
 
     Args:
         rank: This rank.
-        table: Table of which rank stores which piece of each parameter.
+        table: Table that lists which rank stores which piece of each parameter.
         plan: Plan for the parameters of the table.
         members: The parameters of the table, in the same order.
         settings: Settings of each parameter's group.
-        planned: For each group, printed form of the options on which the plan depends; "" for a group that AdamW
-            updates.
+        planned: For each group, a string of the options on which the plan depends; "" for a group that AdamW updates.
         ns_device: Device on which matrices are orthogonalized; None: the device of each bucket's exchange buffers.
 
     Attributes:
@@ -75,14 +75,14 @@ class Binding(Agreed):
         alike_members: Dict from a tuple (index of a group, engine, dtype, device) to the indices of the parameters that
             have all four in common.
         digests: Set of ranks -> digest of the part of the plan that must be equal on these ranks.
-        on_weights: Indices of parameters whose variant has a stage on weights.
+        on_weights: Indices of parameters whose variant has a stage that rescales the updated weights.
         alike: Set of ranks -> parameters that these ranks must update in the same way. The set usually contains all
             ranks that share the parameter. For a parameter in `lacking`, it contains only the ranks that store elements
             of the parameter.
         elsewhere: Parameters in `lacking` that this rank shares but of which it stores no elements.
         lacking: Parameters whose gradient can be missing on ranks that store no elements of the parameter.
-        bits: Index of a parameter in `lacking` -> bit in the vote that shows if some rank has its gradient.
-        num_bits: Number of these bits among all ranks that vote together.
+        bits: Index of a parameter in `lacking` -> bit in the vote that shows whether any rank has its gradient.
+        num_bits: Total number of such bits over all ranks that vote together.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
         weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute their norms.
@@ -143,8 +143,8 @@ class Binding(Agreed):
 
     def number_bits(self, everyone: Sequence[Mapping[Ranks, int]]) -> None:
         """Assign a bit of the vote to each parameter whose gradient can be missing on some ranks (`lacking`). Bits are
-        unique among all ranks that vote together. `everyone` has the `num_lacking` of each rank. Raises Refused if a
-        vote has too few bits."""
+        unique among all ranks that vote together. `everyone` contains the `num_lacking` of each rank. Raise Refused if
+        there are more such parameters than bits in a vote."""
         counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
         if sum(counts.values()) > MOST_BITS:
             raise Refused(
@@ -170,7 +170,7 @@ class Offer:
         ns_device: Device on which this rank orthogonalizes matrices: the accelerator if parameters are offloaded to the
             CPU, else None, which stands for the parameters' own device.
         listed: This rank's parameters that Muon updates.
-        stamp: Text with the properties of this machine on which the bits of matrix products depend.
+        stamp: Text that lists the properties of this machine on which the bits of matrix products depend.
         refs: Dict from a set of ranks to a process group of exactly these ranks that belongs to a parameter or to its
             options. If there are several such groups, the group with the alphabetically first name is used.
     """
@@ -188,7 +188,7 @@ class Offer:
                 with about(name):
                     if settings is None:
                         UnitPlace.refuse_flat(p)
-                    # a frozen parameter takes part, too, if it has a gradient
+                    # a frozen parameter is also listed if it has a gradient
                     elif p.requires_grad or p.grad is not None:
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
@@ -244,8 +244,8 @@ class Offer:
 def _kept_layout(
     known: dict[tuple[ParamLayout, str], ParamLayout], engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
 ) -> ParamLayout:
-    """Return the layout of a stage's state tensor for a parameter. `known` caches layouts, so that parameters with
-    equal layouts share one object."""
+    """Return the layout of the state tensor that a stage of the variant (such as NorMuon) has for a parameter. `known`
+    caches layouts, so that parameters with equal layouts share one object."""
     key = layout, stage.key
     if key not in known:
         numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
@@ -270,21 +270,21 @@ def make_spec(
 
     Args:
         name: Name of the parameter in messages.
-        layout: Table of which rank stores which piece of the parameter.
+        layout: Layout that lists which rank stores which piece of the parameter.
         settings: Settings of the parameter's group.
         config: Options of the whole optimizer, which determine how to orthogonalize each matrix.
         device: Device of the parameter.
         ns_device: Device on which the matrices are orthogonalized; None: `device`.
         doubles: True if the parameter is fp64.
-        kept_of: Function that returns the layout of a stage's state tensor.
+        kept_of: Function that takes a stage of the variant and returns the layout of its state tensor.
     """
     made: dict[tuple[int, int], tuple[Any, ...]] = {}
     shapes = [(m.rows, m.cols) for m in layout.view.matrices]
     for shape in dict.fromkeys(shapes):
         choice = Choice.made(config.method, config.ns_dtype, shape, settings.coefficients, ns_device or device)
         cost = flops(choice.method, *shape, settings.coefficients, choice.dtype, ns_device or device)
-        # Number of bytes with which each element of the matrix is sent to other ranks. The number is 8 for fp64
-        # parameters, because their gradients can exceed the range of fp32.
+        # Number of bytes that each matrix element takes when the matrix is sent to other ranks. The number is 8 for
+        # fp64 parameters, because their gradients can exceed the range of fp32.
         size = 8 if doubles or config.ns_dtype == torch.float64 else choice.dtype.itemsize
         made[shape] = str(choice), cost, size, choice.reason
     columns = list(zip(*(made[shape] for shape in shapes), strict=True)) or [()] * 4
@@ -306,7 +306,7 @@ def fingerprint(storage: Tensor) -> int:
     # `cat` pads to whole words and copies to aligned memory, which the view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # chunks on CPUs are small enough for the cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # chunks on CPUs fit in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         total += mix_(places, part).sum()  # sums of int64 numbers wrap around modulo 2**64

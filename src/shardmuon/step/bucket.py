@@ -2,8 +2,9 @@
 together. While one bucket is orthogonalized, the next bucket is gathered.
 
 `Buckets.run` interleaves all buckets. `Bound.run` runs one bucket: it gathers whole matrices on the ranks that
-orthogonalize them (their owners), orthogonalizes, scatters the results, and relays them to ranks with further replicas.
-The caller passes a function that runs the exchanges, so that real and simulated ranks execute the same code.
+orthogonalize them (their owners), orthogonalizes the matrices, scatters the results, and relays the results to ranks
+with further replicas. The caller passes a function that runs the exchanges, so that real and simulated ranks execute
+the same code.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class Bound:
         num_owned: Number of matrices that this rank orthogonalizes.
         moves: True if the bucket needs an exchange with other ranks.
         choices: How each batch is orthogonalized.
-        like_torch: True if weights are updated by torch.optim.Muon's own operations, see `apply_results`.
+        like_torch: True if weights are updated by torch.optim.Muon's own operations (see `apply_results`).
         own: Tiles of the matrices that this rank orthogonalizes.
         gathered: Tiles that this rank sends to other ranks in the gather.
         scattered: Tiles whose results this rank receives in the scatter.
         late: Tiles whose results this rank receives in the relay.
         held: Tiles that are updated after the scatter: `own` and `scattered`.
-        kept: For each batch, the locations of the state of each of the variant's stages that has state.
+        kept: For each batch, and each of the variant's stages that has state: the locations of this state.
         told, heard: Locations of the state of the variant's stages that this rank sends and receives in the scatter.
         told_on, heard_late: Locations of the state of the variant's stages that this rank sends and receives in the
             relay.
@@ -96,7 +97,7 @@ class Bound:
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
     def buffer(self, splits: Sequence[int]) -> Tensor:  # returns a 1-D tensor
-        """Allocate an uninitialized send buffer. `splits` has the number of elements for each rank."""
+        """Allocate an uninitialized send buffer. `splits` contains the number of elements for each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
     def run(
@@ -107,9 +108,9 @@ class Bound:
         # receive from each rank. It starts the exchange and returns a handle.
         exchange: Callable[[Tensor, Ints, Ints], Pending],
     ) -> Iterator[None]:
-        """Run one bucket. The generator yields while each exchange is in progress, so that the caller can run other
-        buckets in the meantime, see `shardmuon.price.clock.turns`. A bucket without exchanges yields at the same
-        points.
+        """Run one bucket (a set of matrices that are exchanged together). The generator yields while each exchange is
+        in progress, so that the caller can run other buckets in the meantime (see `shardmuon.price.clock.turns`). A
+        bucket without exchanges yields at the same points.
 
         Send and receive buffers are freed as soon as they have been read, because matrix products need memory.
         """
@@ -165,7 +166,7 @@ class Buckets:
 
     Attributes:
         bounds: The buckets, without the parameters in `missing`, in the plan's order.
-        order: The order of the buckets' operations, see `shardmuon.price.clock.turns`.
+        order: The order of the buckets' operations (see `shardmuon.price.clock.turns`).
         moves: True if any bucket needs an exchange, so that other ranks can be waiting for this rank.
     """
 
@@ -191,7 +192,7 @@ class Buckets:
 
         Args:
             work: This step's tensors.
-            watch: Object that reports results that are not finite, see `orthogonalize`.
+            watch: Object that reports non-finite results (see `orthogonalize`).
             traffic: Counters of exchanges and matrices, updated in place.
 
         Raises:
@@ -217,7 +218,8 @@ class Buckets:
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
-    """Yield, for each stage that has state, the locations of this state for the matrices of a batch."""
+    """For each of the variant's stages that has state, yield the locations of this state for the matrices of a
+    batch."""
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
@@ -232,8 +234,8 @@ def _results(
     batches: Tensor,
     came: Tensor | None = None,  # 1-D receive buffer of the scatter, needed only if the send buffer is for the relay
 ) -> Tensor:  # returns the 1-D send buffer of the scatter or the relay
-    """Copy the results, and the state of the variant's stages, that this rank sends to other ranks into a new send
-    buffer."""
+    """Make a send buffer that contains the results, and the state of the variant's stages, that this rank sends to
+    other ranks."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -254,8 +256,8 @@ def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = F
 
 
 def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches: Tensor) -> None:
-    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches, and run the stages before and
-    after the orthogonalization. See [Note: stages] in variants.py."""
+    """Orthogonalize the matrices that this rank owns, in place in the buffer of batches. Run the variant's stages
+    before and after the orthogonalization ([Note: stages] in variants.py)."""
     for batch, choice, sides in zip(bound.program.batches, bound.choices, bound.kept, strict=True):
         settings = work.settings[bound.plan.items[batch.items[0]].param]
         fed = x = batches.as_strided(batch.shape, (batch.stride, batch.shape[2], 1), batch.start)
@@ -289,8 +291,9 @@ def _run_before(
     x: Tensor,
     products: torch.dtype,  # dtype of the matrix products
 ) -> tuple[Tensor, bool]:
-    """Run the stages that precede the orthogonalization. On a CPU, they process one matrix at a time. If the batch has
-    a half-precision dtype and the matrix products have another dtype, the stages change an fp32 copy of the batch.
+    """Run the variant's stages that precede the orthogonalization. On a CPU, the stages process one matrix at a time.
+    If the batch has a half-precision dtype and the matrix products have another dtype, the stages change an fp32 copy
+    of the batch.
 
     Returns:
         The input of the orthogonalization, and True if its matrices have norm 1.
@@ -306,7 +309,7 @@ def _run_before(
 
 
 def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run the stages that follow the orthogonalization, and update their state.
+    """Run the variant's stages that follow the orthogonalization, and update their state.
 
     Args:
         stages: Stages of the batch's matrices.

@@ -1,5 +1,5 @@
 """Storage of stage state in saved groups, for frameworks whose checkpoint format cannot contain this state. Stage state
-is the state of the stages of variants, see [Note: state of stages] in variants.py.
+is the state of the stages of variants such as NorMuon ([Note: state of stages] in variants.py).
 
 [Note: carried state]
     FSDP1 and DeepSpeed can save only state tensors that are as long as their flat parameters, and state that Adam also
@@ -21,8 +21,9 @@ CARRIED = "kept_state"  # key of a saved group; the value is a dict: parameter n
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy stage state to a saved group. `states` is a dict from the name or position of each parameter to the
-    parameter's state. The copies are on the CPU, like tensors that are read from files."""
+    """Copy stage state (the state of variants such as NorMuon) to a saved parameter group. `states` is a dict from the
+    name or position of each parameter to the parameter's state. The copies are on the CPU, like tensors that are read
+    from files."""
     found = {
         name: {key: state[key].detach().to("cpu", copy=True) for key in KEPT_KEYS if state.get(key) is not None}
         for name, state in states.items()
@@ -32,8 +33,9 @@ def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any
 
 
 def carry_by_position(saved: Mapping[str, Any]) -> None:
-    """Move stage state within a state dict, in place, from the entry "state" to the groups. A group contains the stage
-    state of each of its parameters under the parameter's position in the group."""
+    """Move stage state (the state of variants such as NorMuon) within a state dict, in place, from the entry "state" to
+    the parameter groups. A group contains the stage state of each of its parameters under the parameter's position in
+    the group."""
     state = saved["state"]
     for packed in saved["param_groups"]:
         states: dict[str, Mapping[str, Any]] = {}
@@ -45,8 +47,8 @@ def carry_by_position(saved: Mapping[str, Any]) -> None:
 
 
 def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """Remove the stage state that loaded groups contain. Return it as a dict from parameter name or position to the
-    parameter's stage state."""
+    """Remove stage state (the state of variants such as NorMuon) from loaded parameter groups. Return a dict from
+    parameter name or position to the parameter's stage state."""
     found: dict[str, dict[str, Tensor]] = {}
     for group in groups:
         found.update(group.pop(CARRIED, None) or {})

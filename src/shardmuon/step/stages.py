@@ -1,4 +1,5 @@
-"""Execution of stages on weights, which rescale weights by norms of whole matrices. See [Note: stages] in variants.py.
+"""Execution of variants' stages on weights (such as Hyperball's), which rescale weights by norms of whole matrices. See
+[Note: stages] in variants.py.
 
 A stage on weights gets the norm of each whole matrix and multiplies the matrix by a factor. A `WeightSet` computes this
 rank's part of the squared norms. `scale_weights` sums these parts over ranks, and passes the sums to the `WeightSet`.
@@ -37,12 +38,13 @@ from shardmuon.step.update import KeptSide, Side, Work
 from shardmuon.texts import listed
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 17  # number of elements summed at a time on CPUs, so small that their fp64 copies fit in the cache
+_PART = 1 << 17  # number of elements summed at a time on CPUs; their fp64 copies fit in the cache
 
 
 class WeightSet:
-    """Parameters that are shared by the same ranks and have the same stage on weights. The class computes this rank's
-    part of the norms of their matrices. Objects are cached between steps and hold no tensors.
+    """Parameters that are shared by the same ranks and rescaled by the same stage of a variant (such as Hyperball). The
+    class computes this rank's part of the norms of the parameters' matrices. Objects are cached between steps and hold
+    no tensors.
 
     Args:
         plan: The plan.
@@ -61,8 +63,8 @@ class WeightSet:
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
         self._names = list[str]()  # names of the matrices, for the warning about matrices of zeros
-        # `_tiles_at` has the index of each tile's matrix. `_kept_at` has the index of the matrix of each norm that this
-        # rank stores. `_counts` is True for each tile whose squares this rank sums.
+        # `_tiles_at` lists the matrix index of each tile, and `_kept_at` the matrix index of each norm that this rank
+        # stores. `_counts` is True for each tile whose squares this rank sums.
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
         loads, kept = list[Load](), list[Load]()
         for param, spec in specs.items():
@@ -87,9 +89,9 @@ class WeightSet:
 
         Args:
             plan: The plan.
-            stages: Index of a parameter -> its stages, for the parameters to be processed: before the update, those
-                with new norms; after it, those with gradients. All ranks that share a parameter must agree on whether
-                the parameter is processed.
+            stages: Index of a parameter -> the stages of its variant, for the parameters to be processed: parameters
+                with new norms before the update, parameters with gradients after the update. All ranks that share a
+                parameter must agree on whether the parameter is processed.
             rank: The rank.
             shapes: Shape of the rank's local storage of each parameter of the plan.
         """
@@ -117,8 +119,8 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
-        """Store the norms of weight matrices that are still unknown, and queue a check for matrices of zeros. Called
-        before the update."""
+        """Store the still unknown norms of weight matrices, and queue a check for matrices of zeros. Called before the
+        update."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
         # only the first of the ranks that share the matrices warns about matrices of zeros
@@ -139,7 +141,7 @@ class WeightSet:
         foreach("mul_", tiles, [(wide if tile.dtype == torch.float64 else numbers)[at] for tile, at in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # returns shape (number of matrices, 1), fp32
-        """Read the stored norm of each matrix; 0 for norms that this rank does not store."""
+        """Read the stored norm of each matrix. The result is 0 for norms that this rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
@@ -172,7 +174,7 @@ def _on_weights(stages: Stages) -> WeightStage:
 
 
 class ZeroWatch(Coming[Sequence[str]]):
-    """Queue of checks for matrices whose norm is 0 when it is first computed. An entry has the names of some matrices,
+    """Queue of checks for matrices whose norm is 0 when it is first computed. An entry holds the names of some matrices
     and a mask that is True for matrices of zeros. Each optimizer has one queue."""
 
     def report(self) -> None:
@@ -189,9 +191,9 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
-    """Run the stages on weights, which multiply each matrix of weights by a factor, after the update. If `watch` is
-    given, the call comes before the update: it only stores norms of weights that are still unknown, and queues a check
-    for matrices of zeros in `watch`. Collective among the ranks that share a parameter of `sets`.
+    """After the update, run the variants' stages on weights, which multiply each matrix of weights by a factor. If
+    `watch` is given, the call precedes the update: it only stores weight norms that are still unknown, and queues a
+    check for matrices of zeros in `watch`. Collective among the ranks that share a parameter of `sets`.
 
     Raises:
         ExchangeError: A rank that shares these parameters died, hung or failed. The message names the ranks and the

@@ -7,8 +7,8 @@ on another device than the buffers.
 
 The update rules for momentum and weights are at the end of the module. They take lists of views of local storage;
 functions whose names end in an underscore work in place. The bits of an updated element do not depend on its position
-in a shard, as tests check. torch's fp32 `lerp`, `mul` and `add` guarantee this, but half-precision `add` with `alpha`
-on CPUs does not. Therefore half-precision weights are updated in fp32 and rounded once.
+in a shard (tests check this). torch's fp32 `lerp`, `mul` and `add` guarantee this, but half-precision `add` with
+`alpha` on CPUs does not. Therefore half-precision weights are updated in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
     """Split tiles into portions, and return the indices of the tiles in each portion. The tiles of a portion are of one
-    kind and have at most `limit` elements in total. A tile larger than `limit` forms a portion of its own."""
+    kind and have at most `limit` elements in total. A tile larger than `limit` forms a separate portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -113,13 +113,13 @@ class Side:
         self.views = [views[param] for param in self.params]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-        # Indices of tiles that are only a part of a local tensor, so that `of` must make a view. All other tiles are
+        # Indices of tiles that are only a part of a local tensor, for which `of` must make a view. All other tiles are
         # whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # the kinds of the parameters and the limit on elements with which the portions in `_dealt` were computed
+        # the parameters' kinds and the limit on elements for which `_dealt` was computed
         self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 
@@ -129,7 +129,7 @@ class Side:
         return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
-        """Make a view of each tile in local tensors. `storages` has one local tensor per parameter: its weights,
+        """Make a view of each tile in local tensors. `storages` contains one local tensor per parameter: its weights,
         gradient or momentum."""
         found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
@@ -273,7 +273,8 @@ class KeptSide:
         self._side = Side([load._replace(param=at) for at, load in enumerate(loads)], views, [()] * len(loads))
 
     def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
-        """For each matrix, make a view of its stage state in this rank's state tensors."""
+        """For each matrix, make a view of its stage state (the state of the variant's stages) in this rank's state
+        tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
@@ -284,7 +285,7 @@ class KeptSide:
         foreach_copy_([wire.narrow(0, load.place.start, len(elements)) for load, elements in pairs], values)
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
-        """Copy stage state from a receive buffer to this rank's state tensors."""
+        """Copy stage state (the state of the variant's stages) from a receive buffer to this rank's state tensors."""
         # `cat` copies to new memory first, since parts of the buffer may not be aligned for fp32
         targets = self.of(stored)
         sizes = [-(-len(target) * target.element_size() // wire.element_size()) for target in targets]
@@ -310,19 +311,20 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
-    out: Sequence[Tensor] | None,  # receives the input of orthogonalization, in one dtype; must not overlap `grads`
-    grads: Sequence[Tensor],  # local views of one dtype, not written to
+    out: Sequence[Tensor] | None,  # receives the input of the orthogonalization, in one dtype; must not overlap `grads`
+    grads: Sequence[Tensor],  # local views of one dtype, read only
     buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
     *,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum by B <- B + (1 - momentum) (G - B). If `out` is not None, write G + momentum (B - G) with
-    Nesterov momentum, or B without it, to `out`. torch.optim.Muon uses the same formulas.
+    """Update the momentum: B <- B + (1 - momentum) (G - B). If `out` is not None, write the input of the
+    orthogonalization to `out`: G + momentum (B - G) with Nesterov momentum, otherwise B. torch.optim.Muon uses the same
+    formulas.
 
-    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the momentum's dtype. On accelerators, it uses
-    temporary tensors, because one kernel launch can process a list only if all of its tensors are dense, and tiles of a
-    batch can have gaps.
+    On a CPU, Nesterov momentum needs no temporary tensors if `out` has the momentum's dtype. On accelerators, Nesterov
+    momentum uses temporary tensors, because one kernel launch can process a list only if all of its tensors are dense,
+    and tiles of a batch can have gaps.
     """
     places, last = buffers if out is None else out, buffers[0]
     in_place = out is not None and nesterov and places[0].dtype == last.dtype
@@ -377,8 +379,8 @@ def apply_(
     # For each view, a function that rounds fp32 to half precision. Default: round to nearest.
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Update each view W with its orthogonalized update O, by W <- (1 - lr * weight_decay) W - alpha * O. If
-    `cautious`, only elements with O * W > 0 decay, for which the decay has the same direction as the update."""
+    """Update each view W with its orthogonalized update O: W <- (1 - lr * weight_decay) W - alpha * O. If `cautious`,
+    only elements with O * W > 0 decay, because for these elements, the decay has the same direction as the update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
@@ -423,8 +425,8 @@ def _apply_like_torch_(
     *,
     weight_decay: float,
 ) -> None:
-    """Compute exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, even on a
-    shard.
+    """Compute `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)` exactly as torch.optim.Muon does,
+    even on a shard.
 
     If `lr` is a tensor, it is not converted to a float, since torch rounds both factors to the dtype of the tensor.
 

@@ -39,12 +39,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass
 class Proposal(Work):
-    """Data of the step that this rank takes if all ranks agree, and the values that ranks compare with each other.
+    """Data of the step that this rank will take if all ranks agree, and the values that ranks compare with each other.
 
     Attributes:
         states: `GradientState` of each parameter's gradient.
-        said: For each parameter, what must be equal on all ranks that share it: a word for the state of its gradient
-            (from `states`), and a string of dtypes and options.
+        said: For each parameter, the values that must be equal on all ranks that share it: a phrase for the state of
+            its gradient (from `states`), and a string of dtypes and options.
         made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
         fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
         adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
@@ -62,7 +62,7 @@ class Proposal(Work):
 
     def hear(self, binding: Binding, presence: int) -> None:
         """Apply the vote's result to parameters of which this rank stores no elements. Such a parameter takes part in
-        the step only if another rank has its gradient. `presence` has the bits of all ranks, merged by "or"."""
+        the step only if another rank has its gradient. `presence` contains the bits of all ranks, merged by "or"."""
         for number in binding.elsewhere:
             if presence >> binding.bits[number] & 1:
                 self.states[number] = GradientState.READY
@@ -74,7 +74,7 @@ class Proposal(Work):
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
         """Compute, for each set of ranks, a digest of the values that must be equal on these ranks in this step. `due`
-        describes an audit of this step; "" without an audit."""
+        describes the audit of this step; "" if the step is not audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -92,9 +92,9 @@ class Proposal(Work):
 
     @staticmethod
     def difference(ranks: Ranks, everyone: Sequence[Sequence[_Line] | None]) -> str:
-        """Format an error message about the first difference between ranks that share parameters. `everyone` has the
-        result of `lines` of each rank, in the order of `ranks`, or None for a rank whose plan has no parameters that
-        exactly these ranks share."""
+        """Format an error message about the first difference between ranks that share parameters. `everyone` contains
+        the result of `lines` on each rank, in the order of `ranks`, or None for a rank whose plan has no parameters
+        that exactly these ranks share."""
         told = [lines for lines in everyone if lines is not None]
         plans, *lines = zip(*told, strict=False)
         if len(told) < len(ranks) or len(set(plans)) > 1:
@@ -102,7 +102,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` has one line of each rank, all about the same parameter
+        for said in lines:  # `said` contains one line from each rank, all about the same parameter
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {
@@ -126,14 +126,14 @@ class Proposal(Work):
 
 
 def validate(binding: Binding, core: Any, options: Sequence[Settings | None]) -> Proposal:
-    """Read gradients and state, and return the step that this rank takes if all ranks agree. `options` has the settings
-    of each of the optimizer's groups; None for a group that AdamW updates.
+    """Read gradients and state, and return the step that this rank will take if all ranks agree. `options` contains the
+    settings of each of the optimizer's groups; None for a group that AdamW updates.
 
     A fast path handles most parameters in nearly every step: those whose gradient and momentum have the parameter's
     layout, and whose momentum is stored in the dtype in which it is computed. All others are checked one by one.
 
     Raises:
-        ValueError: A gradient or state is unusable. The message has the parameter's name.
+        ValueError: A gradient or state is unusable. The message contains the parameter's name.
     """
     members, num = binding.members, len(binding.members)
     settings = cast("list[Settings]", list(map(options.__getitem__, binding.group_of)))
@@ -166,13 +166,13 @@ def _glance(
     core: Any,
 ) -> None:
     """Take the fast path: fill in the proposal for those parameters of a group that have a gradient and no state but
-    momentum. Do nothing if any of these gradients or momenta has another layout than its parameter."""
+    momentum. Do nothing if the layout of any of these gradients or momenta differs from the parameter's."""
     rows, state = [], core.state
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            # a momentum loaded from a state dict can be an object of any type
+            # momentum loaded from a state dict can be an object of any type
             rows.append((number, param, grad, kept.get(BUFFER)))
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
@@ -293,11 +293,11 @@ _LOAD = "Load the optimizer's state again"
 
 
 def _adamw_rows(group: Group, index: int, state: Mapping[Tensor, MutableMapping[str, Any]]) -> list[Row | None]:
-    """Collect the local tensors of each parameter of an AdamW group, as a `Row`. The entry is None for parameters
-    without gradient or state, and for parameters with gradients or state in another layout.
+    """Collect the local tensors of each parameter of an AdamW group, as a `Row`. The row is None for parameters without
+    gradient or state, and for parameters whose gradient or state has another layout.
 
     Raises:
-        ValueError: A gradient or state is unusable. The message has the parameter's name.
+        ValueError: A gradient or state is unusable. The message contains the parameter's name.
     """
     params = group["params"]
     found: list[Row | None] = [None] * len(params)

@@ -21,7 +21,7 @@ from shardmuon.layout.views import Ints
 
 
 class GradientState:
-    """States of a gradient, as texts for error messages."""
+    """Possible states of a gradient. The values are phrases for error messages."""
 
     NONE = "no gradient"
     READY = "a gradient"
@@ -38,14 +38,14 @@ Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]
 
 def names_of(group: Group) -> Sequence[str]:
     """Return the names that the user gave to a group's parameters. The result is empty if the numbers of names and
-    parameters differ, as in ZeroRedundancyOptimizer, which keeps all names in groups that hold only one rank's
-    parameters."""
+    parameters differ, as in ZeroRedundancyOptimizer, whose groups contain only one rank's parameters but keep all
+    names."""
     names = group.get("param_names") or ()
     return names if len(names) == len(group["params"]) else ()
 
 
 def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
-    """List the (name, parameter) pairs of a group. If the user gave no names, a name is a text with the parameter's
+    """List the (name, parameter) pairs of a group. If the user gave no names, each name is made from the parameter's
     position and the group's index."""
     names, params = names_of(group), group["params"]
     names = names or [f"parameter {position} of group {index}" for position in range(len(params))]
@@ -98,7 +98,7 @@ class Claim(NamedTuple):
             an error.
         text: Description of the form in words, for error messages.
         extent: This rank's storage, which other ranks do not know.
-        empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store nothing of the tensor, so
+        empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store no part of the tensor, so
             that a rank can lack a gradient while other ranks have gradients.
         uncounted: Reason why a gradient norm over ranks would count the tensor several times even though its layout is
             known; None if there is no such reason.
@@ -114,9 +114,9 @@ class Claim(NamedTuple):
 class Engine:
     """Access to one kind of parameter storage. Engines are stateless: they describe tensors and make no decisions.
 
-    The messages of errors (ValueError) must not contain the parameter's name, ranks or shapes, because callers add
-    these. Users see errors of `claim` as "rank R: NAME: ...", and errors of `stored` as "NAME: ranks .. store shapes
-    ..: ...".
+    Error messages (of ValueError) must not contain the parameter's name, ranks or shapes, because callers add them.
+    Users see errors from `claim` as "rank R: NAME: ...", and errors from `stored` as "NAME: ranks .. store shapes ..:
+    ...".
 
     The base class handles plain tensors. Without a process group, a plain tensor is orthogonalized on every rank that
     has it, which is right both for DDP and for experts that differ by rank. With a process group, the ranks of the
@@ -139,12 +139,12 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- placement
 
     def ties(self, param: Tensor, group: Group) -> Ties:
-        """Return the ranks that share the tensor. This method reads only what identifies these ranks, so that an error
-        in any other attribute can still be sent to them.
+        """Return the ranks that share the tensor. This method reads only the attributes that identify these ranks, so
+        that an error in any other attribute can still be sent to the ranks.
 
         A subclass whose ranks each store one part returns `Ties(<ranks in order of parts>, (my_rank(),))`; if a
         `process_group` also joins the replicas of a part, the second field is `super().ties(param, group).mates`. A
-        subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim gives the position of its
+        subclass whose group cuts the tensor at arbitrary elements, so that each rank's claim states the position of its
         part, returns `Ties((my_rank(),), <ranks of the group>)`. If ranks return different groups for the same tensor,
         some of them wait until the time-out, since no rank can detect the difference alone.
         """
@@ -170,9 +170,9 @@ class Engine:
         pieces from the claims; a rank whose claim has none stores the whole tensor.
 
         If the storage has the tensor's dims, a piece is `Held(Box(offset, sizes), local)`: the piece starts at index
-        `offset` of the tensor and at index `local` of the storage. The strides of the storage are arbitrary. If the
-        storage is 1-D, a piece is a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores
-        nothing is listed with an empty tuple.
+        `offset` of the tensor and at index `local` of the storage. The storage can have any strides. If the storage is
+        1-D, a piece is a range of elements, `Held(FlatRange(start, stop), (local,))`. A rank that stores nothing is
+        listed with an empty tuple.
 
         Args:
             form: The claims' field `form`, which is equal on all ranks.
@@ -203,8 +203,8 @@ class Engine:
     def signature(self, param: Tensor) -> object:
         """Return a value that changes whenever the parameter's layout, communication dtype or device may have changed.
         Each step computes this value and compares it with the plan's value, so the computation must be cheap; a change
-        makes the plan invalid. The plan's value exists as long as the plan, so the value must contain a `GroupRef`
-        instead of a process group."""
+        makes the plan invalid. The plan keeps its value, so the value must contain a `GroupRef` instead of a process
+        group."""
         return _SIGNATURE(param)
 
     # ----------------------------------------------------------------------------------------------- local storage
@@ -219,7 +219,7 @@ class Engine:
     ) -> Sequence[Sequence[Tensor]] | None:
         """Fast path for steps (under no_grad): return the local storages of parameters, of their gradients and of each
         kind of state tensor, after a quick check that gradients and state are placed like the parameters, that each
-        kind of tensor has a single dtype, and that parameters and state are writable. Returns None if the check fails.
+        kind of tensor has a single dtype, and that parameters and state are writable. Return None if the check fails.
         The caller then checks tensors one by one (`is_aligned`) and either raises a precise error or finds that nothing
         is wrong."""
         shapes, devices = list(map(_SHAPE, params)), list(map(_DEVICE, params))
@@ -265,21 +265,21 @@ class Engine:
         raise AssertionError("is_aligned() refuses what would need alignment")
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """True if the parameter's `grad` is None only because this rank stores nothing of the parameter. The method is
+        """True if the parameter's `grad` is None only because this rank stores no part of the parameter. The method is
         called only if other parameters of this engine have gradients."""
         return False
 
     # --------------------------------- state with values per matrix: [Note: placement of stage state] in layout/mesh.py
 
     def kept_zeros(self, param: Tensor, shape: Ints, dtype: torch.dtype, *, stacked: bool) -> Tensor:
-        """Make a zero-filled state tensor for values per matrix ([Note: placement of stage state]), on the parameter's
-        device. `shape`: global shape of the state tensor, (number of stacked matrices or 1, values per row). `stacked`:
-        True if the parameter is a stack."""
+        """Make a zero-filled state tensor, on the parameter's device, for the values that a stage of the variant (such
+        as NorMuon) stores for each matrix ([Note: placement of stage state]). `shape`: global shape of the state
+        tensor, (number of stacked matrices or 1, values per row). `stacked`: True if the parameter is a stack."""
         return torch.zeros(shape, dtype=dtype, device=self.storage(param).device)
 
     def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
-        """Return this rank's part of a state tensor that `kept_zeros` has made or a checkpoint has restored, or an
-        error text if the tensor is invalid."""
+        """Return this rank's part of a state tensor that was made by `kept_zeros` or restored from a checkpoint. If the
+        tensor is invalid, return an error text."""
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):
@@ -292,8 +292,8 @@ _ENGINES = [_PLAIN]  # engines are tried in this order; the last one recognizes 
 
 
 def register(engine: Engine) -> None:
-    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only
-    tensors of its own kind."""
+    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only the
+    kind of tensor that it handles."""
     _ENGINES.insert(0, engine)
 
 

@@ -80,7 +80,7 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # unlike `to_local`, this access creates no view of a Parameter
+        local: Tensor = tensor._local_tensor  # unlike `to_local`, this attribute creates no view of a Parameter
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(
@@ -173,7 +173,7 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
     """Convert DTensor placements to one entry for each mesh axis: a `Shard`, or None if the axis replicates the tensor.
 
     Raises:
-        ValueError: A placement is neither Shard nor Replicate (for example Partial, with which a rank stores only a
+        ValueError: A placement is neither Shard nor Replicate (for example Partial, with which a rank stores only one
             summand of each element).
     """
     from torch.distributed.tensor import Replicate, Shard

@@ -52,7 +52,7 @@ class UnitPlace(NamedTuple):
     is_sharded: bool
 
     def holds(self, param: Tensor) -> bool:
-        """True if the unit still exists and still has the parameter."""
+        """True if the FSDP1 unit still exists and still contains the parameter."""
         unit = self.unit()
         return unit is not None and unit._handle.flat_param._params[self.number] is param
 
@@ -93,7 +93,7 @@ class UnitPlace(NamedTuple):
         module: Any = sys.modules.get("torch.distributed.fsdp")
         kind = None if module is None else module.FullyShardedDataParallel
         for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-            # The attribute is missing or None if the unit has no parameters of its own, or is not built yet.
+            # `_handle` is missing or None if the unit has no parameters of its own or is not built yet.
             handle: Any = getattr(unit, "_handle", None)
             if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
                 _note(unit, handle, handle.flat_param)

@@ -88,8 +88,8 @@ class TensorParallelEngine(Engine):
         return Engine.signature(self, param), self.shards, self.cut(param)
 
     def knows_shape(self, param: Tensor) -> bool:
-        """True if the global shape is known. False if `shape` can only assume equal shapes of all shards ([Note: global
-        shape])."""
+        """True if the global shape is known. False if `shape` can only assume that all shards have equal shapes ([Note:
+        global shape])."""
         return self.cut(param) is None or self._known(param) is not None
 
     def shape(self, param: Tensor) -> Ints:
@@ -113,7 +113,7 @@ def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
 
 def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
     """Check that an expert's parameter (`allreduce=False`) does not inherit process groups from the optimizer. The
-    optimizer's groups are intended for dense parameters; experts need groups of their own.
+    optimizer's groups are intended for dense parameters; experts need separate groups.
 
     Args:
         param: The parameter.
