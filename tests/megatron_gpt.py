@@ -35,8 +35,8 @@ def needs_megatron(test: Any) -> Any:
 
 @lru_cache
 def import_megatron() -> None:
-    """Import Megatron-core without compiling anything, because loading the compiler takes seconds. Imported objects are
-    frozen, so that the garbage collection that Megatron runs for each part of a checkpoint does not scan them."""
+    """Import Megatron-core without compiling anything, because loading the compiler takes seconds. `gc.freeze` exempts
+    the imported objects from the garbage collection that Megatron runs for each part of a checkpoint."""
     # Importing Megatron replaces torch's `_load_from_bytes`, so the original function is restored afterwards.
     kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)
     with _quiet_import(), kept:
@@ -46,8 +46,8 @@ def import_megatron() -> None:
 
 @lru_cache
 def import_megatron_fsdp() -> None:
-    """Import Megatron-FSDP without Megatron-core. Imported objects are frozen, so that the garbage collection that
-    Megatron-FSDP runs whenever it wraps a model does not scan them."""
+    """Import Megatron-FSDP without Megatron-core. `gc.freeze` exempts the imported objects from the garbage collection
+    that Megatron-FSDP runs whenever it wraps a model."""
     with _quiet_import():
         if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
             sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import
@@ -108,8 +108,8 @@ def gpt(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a GPT model in Megatron's `DistributedDataParallel`. `options` are options of `TransformerConfig`, and
-    `ddp` has options of the wrapper."""
+    """Return a GPT model wrapped in Megatron's `DistributedDataParallel`. `options` go to `TransformerConfig`, and
+    `ddp` contains options of the wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -117,7 +117,7 @@ def gpt(
 
     values: dict[str, Any] = {
         "num_layers": 1,
-        # With these sizes, shards of flat buffers end inside rows on 2, 3 and 4 ranks.
+        # With these sizes, shards of flat buffers end in the middle of rows on 2, 3 and 4 ranks.
         "hidden_size": 24,
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -158,8 +158,8 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for training in `dtype`. The model config and the optimizer config have the same names for
-    them."""
+    """Return the options for training in `dtype`, whose names are the same in the model config and in the optimizer
+    config."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
 
@@ -169,8 +169,8 @@ def clean(name: str) -> str:
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of model chunks by name. If several chunks have a parameter of the same name, the second
-    one is called name#1, as in shardmuon's Megatron adapter."""
+    """Return the parameters of model chunks by name. If a second chunk has a parameter of the same name, that parameter
+    is called name#1, as in shardmuon's Megatron adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():
