@@ -292,7 +292,8 @@ def plant(
         again: If True, `call` runs once more for every fourth function, and the exception is raised when the function
             is entered for the third time.
 
-    Returns: The functions in which an exception went unnoticed, and the number of exceptions that all ranks raised.
+    Returns:
+        The functions in which an exception went unnoticed, and the number of exceptions that all ranks raised.
     """
     passed, raised = list[str](), 0
     for at, place in enumerate(known):
@@ -322,7 +323,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         run: A training step, which calls `optimizer.step` at least once. It runs three times.
         stride: Exceptions are raised only in every `stride`-th function.
 
-    Returns: The names of the functions, and the functions in which an exception went unnoticed.
+    Returns:
+        The names of the functions, and the functions in which an exception went unnoticed.
     """
     original, known, passed = optimizer.step, list[Place](), list[str]()
 

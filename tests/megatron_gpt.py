@@ -180,8 +180,8 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """Return the parameter name, the range of elements and the main weights of each shard that Megatron assigns to this
-    rank."""
+    """Return the parameter name, the range of elements and the main weights of every shard that Megatron assigns to
+    this rank."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}
@@ -197,7 +197,7 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """The sharding of a parameter over its tensor-parallel group, read from the attributes that Megatron's layers set,
+    """Sharding of a parameter over its tensor-parallel group, as read from the attributes that Megatron's layers set,
     and the group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
@@ -240,7 +240,7 @@ def drawn(shape: Sequence[int], seed: int) -> Tensor:
 
 
 class Job:
-    """Model chunks and an optimizer under Megatron, and a dense copy of the parameters in this process.
+    """Model chunks and an optimizer trained with Megatron, and a dense copy of the parameters in this process.
 
     Args:
         models: Model chunks in Megatron's wrapper. Default: one chunk made with `options`.
@@ -274,7 +274,7 @@ class Job:
         self.models = models
         self.params = named(models)
         for name, p in self.params.items():
-            # Each rank has different experts, so expert weights depend on the rank.
+            # Each rank has different experts, so the weights of experts depend on the rank.
             if not getattr(p, "allreduce", True):
                 p.data.copy_(drawn(p.shape, seed + self.expert_rank + len(name)))
         self.cuts = {name: Cut(p) for name, p in self.params.items()}
@@ -290,8 +290,8 @@ class Job:
         return {name: self.cuts[name].join(p) for name, p in self.params.items()}
 
     def train(self, step: int, scale: float = 1.0, spoil: bool = False) -> bool:
-        """Run a step with gradients whose sums do not depend on the number of ranks. Returns False if the step was
-        skipped.
+        """Run a training step with gradients whose sums do not depend on the number of ranks. Return False if Megatron
+        skips the step.
 
         Args:
             scale: The loss scale.
@@ -320,7 +320,7 @@ class Job:
         return drawn(shape, 1000 * step + 10 * list(self.params).index(name) + of_rank)
 
     def step(self, step: int, **options: Any) -> None:
-        """Run a step, and assert that all weights and main weights equal those of the dense optimizer."""
+        """Run a training step, and assert that all weights and main weights equal those of the dense optimizer."""
         assert self.train(step, **options)
         self.dense.step({name: self.gradient(name, step) for name in self.params})
         now = {name: self.cuts[name].take(p.detach()) for name, p in self.dense.params.items()}

@@ -1,4 +1,4 @@
-"""Functions that compute published measurements with `foresight`, for each quantity in data/published.yaml."""
+"""Functions that use `foresight` to predict the published measurements that are listed in data/published.yaml."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _standard(exact: Exact) -> float:
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
-    """Return the relative increase of the step time when Muon replaces AdamW. The number of tokens is derived from
-    Muon's published share of the FLOPs. The time of the forward and backward passes is derived from the published
-    rate in FLOP/s."""
+    """Return the predicted relative increase of the step time when Muon replaces AdamW. The number of tokens is derived
+    from Muon's published share of the FLOPs, and the time of the forward and backward passes from the published rate in
+    FLOP/s."""
     hardware = Hardware.load(gpu)
     exact = Exact.of_job(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -90,8 +90,8 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both methods reach the same fraction of the peak rate, so the lower end of one interval is divided by the lower
-    # end of the other, and the upper end by the upper end.
+    # Both methods are assumed to reach the same fraction of the peak rate, so the interval of the ratio divides lower
+    # end by lower end and upper end by upper end.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 

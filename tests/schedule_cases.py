@@ -16,15 +16,15 @@ import torch
 
 
 class ScheduleCase(NamedTuple):
-    """Expected properties of the steps of a schedule.
+    """Expected properties of a schedule's steps.
 
     Attributes:
         band: Smallest and largest singular value after the steps, to two digits, for singular values from 0.01 to 1
             before the steps.
         slope: Slope of the iteration at zero, which is the product of the linear coefficients of all steps.
         errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
-            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only
-            the error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
+            `spectra.SPECTRA`. Only the error of the square Gaussian matrix depends on the seed. The other errors are
+            properties of the schedule. Tests add the rounding bounds of the dtypes.
         restarts: Restarts of the Gram form in fp16, as a number or as the indices of steps, and the number of restarts
             in fp32.
     """
@@ -50,7 +50,8 @@ CASES = {
 
 
 def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
-    """Return the smallest and the largest result of a schedule for singular values from `s_min` to 1."""
+    """Return the smallest and the largest singular value after a schedule's steps, for singular values from `s_min` to
+    1 before the steps."""
     ends = ((s_min, 1.0), (math.log(s_min), 0.0))
     even, of_logs = (torch.linspace(*of, 200_001, dtype=torch.float64) for of in ends)
     out = schedule(torch.cat([even, of_logs.exp()]))
@@ -64,7 +65,7 @@ def slope(schedule: Any) -> float:
 
 
 def _print(name: str) -> None:
-    """Print the rows that a schedule has in the tables of the tests and the documentation."""
+    """Print the rows of a schedule for the tables in the tests and the documentation."""
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum
     from tolerances import steps_written_out
