@@ -23,8 +23,8 @@ class ScheduleCase(NamedTuple):
             before the steps.
         slope: Slope of the iteration at zero, which is the product of the linear coefficients of all steps.
         errors: Relative Frobenius error against the polar factor in exact arithmetic, rounded up, for each of
-            `spectra.SPECTRA`. Only the error of the square Gaussian matrix depends on the seed. The other errors are
-            properties of the schedule. Tests add the rounding bounds of the dtypes.
+            `spectra.SPECTRA`. For Gaussian, log-spaced and power-law spectra, the errors follow from the schedule. Only
+            the error of the square Gaussian matrix depends on the seed. Tests add the rounding bounds of the dtypes.
         restarts: Restarts of the Gram form in fp16, as a number or as the indices of steps, and the number of restarts
             in fp32.
     """
