@@ -116,7 +116,7 @@ class CudaShape(TorchDispatchMode):
         self.uploads: list[str] = []
         self._pinned: set[int] = set()
         # In the modes "error" (set by torch.cuda.set_sync_debug_mode) and "capture" (while a graph is captured), the
-        # device refuses operations that make the host wait.
+        # device raises an error for operations that make the host wait.
         self._sync_mode = "default"
         self._patches = contextlib.ExitStack()
 
@@ -218,7 +218,7 @@ class CudaShape(TorchDispatchMode):
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
             return torch.ones((), dtype=args[0].dtype).item()
-        # The device tensor has no values, so the CPU tensor is filled with zeros.
+        # The device tensor has no values, so its copy on the CPU is all zeros.
         if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if "device" in kwargs:
@@ -279,7 +279,7 @@ class CudaShape(TorchDispatchMode):
         self.launches[_phase()] += 1
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
-            # torch's fake process group refuses an all-to-all in which this rank sends nothing to some ranks, so an
+            # torch's fake process group rejects an all-to-all in which this rank sends nothing to some ranks, so an
             # empty all-to-all is run instead.
             nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])

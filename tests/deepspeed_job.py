@@ -247,8 +247,8 @@ class Job:
     def step_dense(self, number: int) -> None:
         every = itertools.product(range(self.case.accumulate), range(dist.get_world_size()))
         parts = [factors(self.case.shapes, number, micro, rank) for micro, rank in every]
-        # The bound covers the rounding of the gradient norm (the root of a sum of squares), of the clipping factor, and
-        # of the clipped gradient.
+        # The bound covers the rounding errors of the gradient norm (the root of a sum of squares), of the clipping
+        # factor, and of the clipped gradient.
         bound = 2 * sum_roundoff(torch.float32, sum(map(math.prod, self.case.shapes.values())))
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()

@@ -110,8 +110,8 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
     only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.
     """
-    # Each rank caches references by their arguments. All layouts pass equal arguments, so a reference is computed only
-    # once.
+    # Each rank caches reference runs by their arguments. All layouts pass equal arguments, so a reference is computed
+    # only once.
     once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()

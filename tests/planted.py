@@ -234,7 +234,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # Audit number 0 with one sample checks matrix 0.
+    job.optimizer.audits.num_audits = 0  # With one sample per audit, audit number 0 checks matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 

@@ -1,6 +1,6 @@
 """Expected values for each coefficient schedule and number of steps.
 
-Run as a script with the name of a new schedule, this file prints the row for its table and two rows for
+When run as a script with the name of a new schedule, this file prints the row for its table and two rows for
 docs/orthogonalization.md.
 """
 

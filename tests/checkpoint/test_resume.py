@@ -239,8 +239,8 @@ PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and no
 # Each case gives the layout on which a job is saved, the layout on which it is loaded, the checkpoint format and the
 # kind of job. The formats "torch", "flat", "async", "full" and "broadcast" use torch's functions: "flat" flattens the
 # optimizer's state dict, "async" saves while steps run, and "full" and "broadcast" save one file, which every rank or
-# only rank 0 reads. The format "ours" uses shardmuon's functions. 8-bit momentum is used only on layouts that split
-# none of its blocks.
+# only rank 0 reads. The format "ours" uses shardmuon's functions. 8-bit momentum is used only on layouts that do not
+# split its quantization blocks.
 RESUMES = [
     (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),
