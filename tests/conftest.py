@@ -1,9 +1,9 @@
 """Pools of ranks, the default dtype of matmuls, and settings that make test runs reproducible.
 
 [Note: two arithmetics]
-    By default, CPUs with hardware for bf16 matmuls use bf16 matmuls, like GPUs. Other CPUs use fp32 matmuls.
-    `--arithmetic` selects the default dtype for a test run, including its ranks. `--both-arithmetics` runs the tests
-    marked `numeric` with both dtypes, in several processes (see `_Shared`).
+    By default, shardmuon computes matmuls in bf16 on CPUs that support bf16 in hardware (as on GPUs), and in fp32 on
+    other CPUs. `--arithmetic` selects the default dtype for a test run and the ranks that it starts.
+    `--both-arithmetics` runs the tests marked `numeric` with both dtypes, in several processes (see `_Shared`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import torch
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.testing import RankPool
 
-# This process uses one thread, like the ranks. Some tests compare its results bitwise with those of the ranks, and the
-# number of threads may change how sums are rounded.
+# Some tests compare results of this process bitwise with results of the ranks. Each rank uses one thread, so this
+# process does, too, because the number of threads can change the order of summation.
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
 
-# The tests of these modules are marked `numeric`, because their results depend on the default matmul dtype. The
-# exceptions are tests marked `stated`, which fix the matmul dtype themselves or have results that do not depend on it.
-# Single tests of other modules are marked `numeric`, too. A test that only compares two runs with the same matmul dtype
-# bitwise need not run with both dtypes.
+# Tests in the NUMERIC modules are marked `numeric`, because their results depend on the default matmul dtype. Tests
+# marked `stated` are exempt, because they either set the matmul dtype themselves or give the same results with every
+# dtype. Some individual tests in other modules are marked `numeric`, too. A test that only checks two runs with the
+# same matmul dtype for bitwise equality does not have to run with both dtypes.
 NUMERIC = {
     "test_auto",
     "test_docs",
@@ -43,8 +43,8 @@ NUMERIC = {
     "test_schedules",
 }
 
-# Ranks import a framework only in tests of these modules and in tests with DeepSpeed pools. These tests run in a
-# separate process, so that no other process needs to import a framework.
+# Only the FRAMEWORKS modules and tests with DeepSpeed pools import a framework on ranks. They run in a separate
+# process, so that no other process has to import a framework.
 FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--arithmetic")
-    # `__wrapped__` bypasses the cache of `cpu_has_bf16_matmul`, because SHARDMUON_CPU_BF16, on which the cached result
-    # depends, is set only afterwards.
+    # `__wrapped__` bypasses the cache of `cpu_has_bf16_matmul`. A cached result would be stale as soon as
+    # SHARDMUON_CPU_BF16 is set below.
     own = cpu_has_bf16_matmul.__wrapped__()
     if wanted != "own":
         os.environ["SHARDMUON_CPU_BF16"] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
@@ -75,17 +75,16 @@ def _name(bf16: bool) -> str:
 
 
 class _Shared:
-    """Runs the tests of a session in several processes, so that two cores stay busy until the end.
+    """Pytest plugin that runs the tests of a session in several processes, so that two cores stay busy until the end.
 
-    This process and a fork of it take test files from a shared queue. Files that need ranks come first in the queue.
-    Another fork runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The
-    logs of these processes are printed before the summary line of pytest, and a failure in any of them fails the
-    session.
+    This process and a fork of it take test files from a shared queue, in which files that need ranks come first. A
+    second fork runs the framework tests, and a new process runs the numeric tests with the other matmul dtype. The logs
+    of these processes are printed before pytest's summary line, and a failure in any process fails the session.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(tempfile.mkdtemp(prefix="shardmuon-tests-"))
-        self._beside: dict[str, int] = {}  # process ids of the other processes, keyed by name
+        self._beside: dict[str, int] = {}  # process IDs of the other processes, keyed by name
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -95,8 +94,7 @@ class _Shared:
         for item in sorted(session.items, key=lambda i: not _has(i, "ranks")):
             units.setdefault(_unit(item), []).append(item)
         framework, apart = units.pop("framework"), units.pop("apart")
-        # Each index is written to the pipe as two bytes, so that a process that reads two bytes always gets one whole
-        # index.
+        # Each index takes two bytes in the pipe, so that a process that reads two bytes always gets exactly one index.
         taken, left = os.pipe()
         os.write(left, b"".join(number.to_bytes(2, "big") for number in range(len(units))))
         os.close(left)
@@ -169,9 +167,11 @@ class _Shared:
 
 
 def _unit(item: pytest.Item) -> object:
-    """Return the key of the unit to which a test belongs. All tests of a unit run in one process. The key is the mark
-    "framework" or "apart", the path of the file, or "every_layout" for all files that share the comparisons of
-    `every_layout.py`."""
+    """Return the key of the unit that a test belongs to. All tests of a unit run in one process.
+
+    The key is the mark "framework" or "apart", the path of the test file, or "every_layout" for all files that use the
+    comparisons in `every_layout.py`.
+    """
     for mark in ("framework", "apart"):
         if _has(item, mark):
             return mark
@@ -179,8 +179,8 @@ def _unit(item: pytest.Item) -> object:
 
 
 def _run(session: pytest.Session, units: Iterable[list[pytest.Item]]) -> bool:
-    """Run the tests of all units, which are taken from the iterator one at a time. pytest is given each test together
-    with the test that follows, so that it can close all fixtures that the following test does not use."""
+    """Run the tests of all units, taking one unit at a time from the iterator. pytest is told which test comes next, so
+    that after each test it can close the fixtures that the next test does not use."""
     items = itertools.chain.from_iterable(units)
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -251,8 +251,7 @@ def deepspeed_pools() -> Iterator[DeepSpeedPools]:
         pool.close()
 
 
-# All tests share these pools. `RankPool.cached` starts a pool once and then reuses it, unless pools of three other
-# sizes have been used since.
+# All tests share these pools. `RankPool.cached` reuses a pool until pools of three other sizes have been requested.
 world2, world3, world4, world8 = (
     pytest.fixture(scope="module", name=f"world{num}")(lambda num=num: RankPool.cached(num)) for num in (2, 3, 4, 8)
 )

@@ -1,7 +1,8 @@
-"""A simulated CUDA device. Its tensors report the device cuda:0, but are computed on the CPU.
+"""A simulated CUDA device, whose tensors report the device cuda:0 but are computed on the CPU.
 
-The mode `CudaShape` refuses what CUDA or NCCL would refuse. It records kernel launches, waits of the host and copies to
-the device. Streams are not simulated, so missing synchronization between streams goes unnoticed.
+The mode `CudaShape` raises an error for every operation that CUDA or NCCL would reject. It records kernel launches,
+host synchronizations and copies to the device. Streams are not simulated, so missing synchronization between streams
+goes unnoticed.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from shardmuon.layout.engines.base import Ties
 CUDA = torch.device("cuda:0")
 _C10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
 _PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
-# The operations in _FREE create a tensor or a view without launching a kernel.
+# The operations in _FREE launch no kernel. Most of them create an empty tensor or a view.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # The operations in _COPIES accept tensors on different devices.
-# Kernel launches are counted separately for each of the functions in _PHASES, which are the parts of a step.
+# Kernel launches are counted separately for each function in _PHASES. A step calls all of these functions.
 _PHASES = {"validate", "vote", "update_momentum", "start", "orthogonalize", "apply_results", "step_adamw"}
 
 
 class Refused(RuntimeError):
-    """Raised for an operation that CUDA or NCCL would refuse, that would make the host wait where waiting is forbidden,
-    or that would copy a matrix to a wider dtype."""
+    """Raised for an operation that CUDA or NCCL would reject, that would block the host where blocking is forbidden, or
+    that would copy a matrix to a wider dtype."""
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
@@ -77,8 +78,8 @@ class OnDevice(Tensor):
         made.inner = inner
         return made
 
-    # Views of the same memory are recognized by the address of their storage, so `OnDevice` reports the storage of its
-    # inner tensor.
+    # Storage addresses reveal whether two views share memory, so `OnDevice` must report the storage of its inner
+    # tensor.
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
@@ -94,8 +95,8 @@ class CudaShape(TorchDispatchMode):
     """A mode that simulates a CUDA device. Enter the mode, move tensors with `.to("cuda:0")`, and step the optimizer.
 
     Attributes:
-        launches: Number of kernel launches, keyed by the part of the step that launched them.
-        waits: What the host waited for, and the line of code that made it wait.
+        launches: Number of kernel launches, keyed by the function of the step that launched them (see `_PHASES`).
+        waits: For each host synchronization, the operation that blocked the host and its line of code.
         uploads: Lines of code that copied from CPU memory to the device.
     """
 
@@ -115,7 +116,7 @@ class CudaShape(TorchDispatchMode):
         self.uploads: list[str] = []
         self._pinned: set[int] = set()
         # In the modes "error" (set by torch.cuda.set_sync_debug_mode) and "capture" (while a graph is captured), the
-        # device refuses operations that make the host wait.
+        # device raises an error for operations that make the host wait.
         self._sync_mode = "default"
         self._patches = contextlib.ExitStack()
 
@@ -186,7 +187,7 @@ class CudaShape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor handles the operation and calls it again with local tensors.
+            # DTensor handles the operation and then calls this mode again with local tensors.
             return NotImplemented
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -217,13 +218,13 @@ class CudaShape(TorchDispatchMode):
         empty = any(isinstance(t, OnDevice) and t.inner.is_meta for t in found)
         if empty and name == "_local_scalar_dense":
             return torch.ones((), dtype=args[0].dtype).item()
-        # The device tensor has no values, so zeros are copied to the CPU.
+        # The device tensor has no values, so its copy on the CPU is all zeros.
         if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if "device" in kwargs:
             kwargs["device"] = "meta" if empty or not (self._values or found) else "cpu"
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, empty), (args, kwargs))
-        # CPU matmuls have no argument `out_dtype`, so the operands are first converted to that dtype.
+        # CPU matmuls have no `out_dtype` argument, so the operands are converted to that dtype first.
         if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):
             return func.overloadpacket(*(t.to(args[-1]) for t in inner_args[:2]))
         if empty and name == "copy_" and not isinstance(args[1], OnDevice):
@@ -278,7 +279,7 @@ class CudaShape(TorchDispatchMode):
         self.launches[_phase()] += 1
         inner_args, inner_kwargs = tree_map(lambda x: _opened(x, False), (args, kwargs))
         if self._ranks > 1 and func.overloadpacket.__name__ == "alltoall_base_":
-            # torch's fake process group refuses an all-to-all in which this rank sends nothing to some ranks, so an
+            # torch's fake process group rejects an all-to-all in which this rank sends nothing to some ranks, so an
             # empty all-to-all is run instead.
             nothing = inner_args[0][:0]
             return func(nothing, nothing, inner_args[2], [], [])
@@ -287,11 +288,8 @@ class CudaShape(TorchDispatchMode):
 
 
 class _Mirror:
-    """A stand-in for voting with ranks that do not exist. Each of these ranks sends the same message as this rank, but
-    with its own rank number.
-
-    Tensor-parallel parameters are not supported.
-    """
+    """A stand-in for the votes of ranks that do not exist. Each simulated rank sends the same message as this rank,
+    except for its rank number. Tensor-parallel parameters are not supported."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.me = ranks, ranks.index(my_rank())
@@ -333,7 +331,7 @@ def _wrapped(x: Any, given: dict[int, OnDevice]) -> Any:
 
 
 def _callers() -> Iterator[tuple[str, str]]:
-    """Yield the name and the current line of each running function of shardmuon, innermost first."""
+    """Yield the name and the current line of every shardmuon function on the call stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         _, package, file = frame.f_code.co_filename.rpartition("/shardmuon/")

@@ -1,8 +1,8 @@
-"""Training jobs under DeepSpeed, compared with a dense reference in one process.
+"""Training jobs with DeepSpeed, compared with a dense reference in one process.
 
 Gradients are multiples of 1/8 (or of 3/8 on three ranks), so that their mean is exact in every dtype and in any order
 of summation. With gradient clipping, the dense reference uses the clipped gradient that DeepSpeed passed to the
-optimizer. The job reads it from the momentum, which is half of the gradient after the first step.
+optimizer. The job recovers this gradient from the momentum, which is half of the gradient after the first step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def as_it_is(function: Any = None, **options: Any) -> Any:
 @lru_cache
 def import_deepspeed() -> None:
     """Import DeepSpeed without compiling its Muon, because loading torch's compilers takes 1.7 of the 2.4 seconds of
-    the import. Imported objects are frozen, so that the garbage collection in every step of ZeRO stage 3 does not
-    scan them."""
+    the import. `gc.freeze` exempts the imported objects from the garbage collection that DeepSpeed runs in every step
+    with ZeRO stage 3."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", as_it_is), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,7 +60,7 @@ def start() -> None:
 
 @contextmanager
 def quiet() -> Iterator[Any]:
-    """Yield the DeepSpeed module, with its log output, its compiled helpers and torch's warnings about its calls
+    """Yield the DeepSpeed module while its logging, its compiled helpers and the torch warnings that it triggers are
     disabled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,10 +105,10 @@ JOINED: Groups = [GROUPS[0], (("d", "tiny"), GROUPS[1][1]), *GROUPS[2:4]]
 
 @dataclass(frozen=True)
 class Case:
-    """The configuration of a job.
+    """Configuration of a DeepSpeed job.
 
     Attributes:
-        zero: Options added to `zero_optimization` of DeepSpeed's configuration.
+        zero: Options added to `zero_optimization` in DeepSpeed's configuration.
         config: Options added to DeepSpeed's configuration.
         groups: Parameter groups of the optimizer.
         named: Whether the parameters in the groups have names.
@@ -182,7 +182,7 @@ def said_by(call: Callable[[], object]) -> str:
 
 
 class Job:
-    """A model under DeepSpeed, and a dense copy of its parameters in this process.
+    """A model trained with DeepSpeed, and a dense copy of its parameters in this process.
 
     Args:
         change: Function that changes the model after the optimizer is created and before DeepSpeed is initialized.
@@ -210,8 +210,8 @@ class Job:
         if change is not None:
             first = self.net.a
             change(self.net)
-            # `change` may have replaced the parameter `a`, so the optimizer's groups get the new parameter. DeepSpeed
-            # itself remaps the parameters of a client optimizer in this way.
+            # `change` may have replaced the parameter `a`, so the new parameter is put into the optimizer's group.
+            # DeepSpeed remaps the parameters of a client optimizer in the same way.
             for group in self.optimizer.param_groups:
                 group["params"] = [self.net.a if p is first else p for p in group["params"]]
         self.engine = ZeroRun.initialize(self.net, self.optimizer, case.written())
@@ -231,7 +231,7 @@ class Job:
         return groups
 
     def said(self, number: int = 0) -> str:
-        """Run a training step under DeepSpeed. Return the text of its error, or "" if it succeeds."""
+        """Run a training step with DeepSpeed. Return the text of its error, or "" if it succeeds."""
         return said_by(lambda: self.train(number))
 
     def step(self, number: int) -> None:
@@ -239,7 +239,7 @@ class Job:
         self.step_dense(number)
 
     def train(self, number: int) -> None:
-        """Run a training step under DeepSpeed, but not the dense step."""
+        """Run a training step with DeepSpeed only, without the step of the dense reference."""
         for micro in range(self.case.accumulate):
             self.engine.backward(self.engine(factors(self.case.shapes, number, micro, dist.get_rank())))
             self.engine.step()
@@ -247,8 +247,8 @@ class Job:
     def step_dense(self, number: int) -> None:
         every = itertools.product(range(self.case.accumulate), range(dist.get_world_size()))
         parts = [factors(self.case.shapes, number, micro, rank) for micro, rank in every]
-        # The bound covers the rounding of the gradient norm (the root of a sum of squares), of the clipping factor, and
-        # of the clipped gradient.
+        # The bound covers the rounding errors of the gradient norm (the root of a sum of squares), of the clipping
+        # factor, and of the clipped gradient.
         bound = 2 * sum_roundoff(torch.float32, sum(map(math.prod, self.case.shapes.values())))
         for name in self.trained:
             grad = torch.stack([part[name] for part in parts]).double().mean(0).float()
@@ -266,8 +266,8 @@ class Job:
         return {n: ZeroRun.whole_weight(getattr(self.net, n)) for n in self.trained}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights and, for half-precision weights, also the fp32 master weights. Collective at ZeRO
-        stage 3."""
+        """Return the model's weights and, if they are in half precision, also the fp32 master weights. Collective with
+        ZeRO stage 3."""
         import deepspeed
 
         params = [getattr(self.net, n) for n in self.trained]
@@ -299,8 +299,8 @@ def started(case: Case, **changed: Any) -> Iterator[Job]:
 
 
 def dense_update(weight: Tensor, momentum: Tensor) -> Tensor:
-    """Return a weight after a first dense step with the options `HALF`. The gradient is twice the given momentum,
-    because with momentum=0.5 the momentum after the first step is half of the gradient."""
+    """Return the weight after one dense step with the options `HALF`. The gradient is twice the given momentum, because
+    with momentum=0.5 the momentum after the first step is half of the gradient."""
     dense = nn.Parameter(weight.clone())
     dense.grad = 2 * momentum
     assert float(dense.grad.norm()) > 0

@@ -1,5 +1,5 @@
-"""Imports scripts of examples/ as modules. The folder is not added to sys.path, because its other files could shadow
-libraries."""
+"""A helper that imports scripts from examples/ as modules. It does not add examples/ to sys.path, because other files
+in that folder could shadow libraries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def load_example(name: str) -> Any:
-    """Import a script as a module with the same name, so that pickle finds its functions and dataclasses on the
-    ranks."""
+    """Import a script from examples/ as a module of the same name, so that pickle can find its functions and
+    dataclasses on the ranks."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

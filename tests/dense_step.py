@@ -109,7 +109,8 @@ class _Param:
         view = {key: value for key, value in view.items() if value is not None}
         self.weight, self.state = weight, dict[str, Tensor]()
         self._elements = [torch.from_numpy(at.copy()) for at in matrices(tuple(weight.shape), view)]
-        self._num_rows = 2 if group["view"] == "stack" else 1  # number of leading dims that index rows; two in a stack
+        # number of leading dims that index rows: 2 in a stack of matrices
+        self._num_rows = 2 if group["view"] == "stack" else 1
         self._name, self._config, self._wire = name, config, wire
         self._steps = 0
 
@@ -227,7 +228,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, cautious: bool) -> Tensor:
-    """Update one matrix with the same operations as torch.optim.Muon, in the dtype of the weights."""
+    """Update one matrix with the operations of torch.optim.Muon, in the dtype of the weights."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     # The iteration of torch.optim.Muon returns tall matrices in column-major order, so the update has the same memory
     # format.
@@ -257,7 +258,7 @@ class Stores:
                 self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
 
     def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Return a function that maps a rank to the `Rounding` of each parameter on that rank."""
+        """Return a function that maps a rank to a dict from each parameter on that rank to its `Rounding`."""
         drawn = [
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
@@ -275,7 +276,7 @@ class Stores:
         return of_rank
 
     def values(self, number: int, rank: int) -> Tensor:
-        """Return a rank's part of the momentum of a parameter. 8-bit momentum is dequantized."""
+        """Return the part of a parameter's momentum that a rank stores. 8-bit momentum is dequantized."""
         kept = self.momenta[number][rank]
         return decode(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
 
@@ -284,8 +285,8 @@ def assert_like_the_formula(
     views: Mapping[str, Callable[[], MatrixView]],
     view_options: Mapping[str, Mapping[str, Any]],
     layout: str,  # layout of the simulated ranks
-    options: Sequence[Mapping[str, Any]],  # options, assigned to the parameters in rotation
-    # dtypes of weight and gradient, assigned to the parameters in rotation
+    options: Sequence[Mapping[str, Any]],  # option dicts, cycled over the parameters
+    # (weight dtype, gradient dtype) pairs, cycled over the parameters
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     *,
     copies: int = 1,  # number of parameters with each view
@@ -298,8 +299,9 @@ def assert_like_the_formula(
     """Assert that `Muon` in one process, simulated ranks and dense Muon give bitwise identical results over three
     steps.
 
-    The lr changes in each step, and some gradients are missing in two of the steps. The gradients of the first two
-    parameters have a row of zeros. On devices other than the CPU, only momentum is compared with dense Muon.
+    The lr changes in each step, and some parameters have no gradient in the first two steps. The gradients of the first
+    two parameters have a row of zeros. On devices other than the CPU, only the momentum is compared bitwise with dense
+    Muon.
     """
     torch.manual_seed(8)
     config, at = MuonConfig(**whole_options), torch.device(buffers or device)
@@ -344,8 +346,8 @@ def assert_like_the_formula(
 
 
 def _assert_dense(optimizer: Muon, params: Sequence[Tensor], dense: DenseMuon, which: str) -> None:
-    """Assert that weights and state match the dense reference. Only entries whose key begins with `which` must be
-    bitwise equal, because matmuls on another device round differently."""
+    """Assert that weights and state match the dense reference. Bitwise equality is required only of tensors whose key
+    starts with `which`, because matmuls on another device round differently."""
     for p, expected in zip(params, dense.params, strict=True):
         found = {"weight": p.detach(), **{key: t for key, t in optimizer.state[p].items() if key != "step"}}
         assert found.keys() == {"weight", *expected.state}
@@ -373,6 +375,6 @@ def _assert_on_ranks(optimizer: Muon, params: Sequence[Tensor], ranks: Simulated
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Return True if values, dtype and device are equal, or if `found` is empty."""
+    """Return True if values, dtype and device are equal. An empty `found` counts as equal to any tensor."""
     alike = (found.dtype, found.device) == (expected.dtype, expected.device)
     return not found.numel() or (alike and torch.equal(found, expected))

@@ -19,8 +19,8 @@ Viewed = tuple[Shape, dict[str, Any]]  # the shape of a tensor, and the options 
 
 @st.composite
 def viewed(draw: st.DrawFn) -> Viewed:
-    """Draw the shape and the view of a tensor. The view is a matrix, a stack of matrices, a flattened tensor or a
-    convolution kernel. It may be split into blocks or heads along one side."""
+    """Draw a tensor shape and the options of a matrix view. The tensor is a matrix, a stack of matrices, a flattened
+    tensor or a convolution kernel. The view may split one side of the matrices into blocks or heads."""
     kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     groups = draw(st.integers(1, 4))

@@ -24,7 +24,7 @@ from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
 # Optimizer options and machine rates for comparisons with a single-process run, keyed by number of ranks. With the
-# rates of SHARING, only one replica orthogonalizes a matrix and then sends the result to the other replicas in a second
+# rates of SHARING, one replica orthogonalizes each matrix and sends the result to the other replicas in a second
 # exchange.
 MANY_BUCKETS = {"bucket_bytes": 3000}, SHARING
 EXCHANGES: dict[int, tuple[dict[str, int], Machine | None]] = {8: MANY_BUCKETS, 3: ({}, None)}
@@ -44,12 +44,13 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The numbers of a step plan on one rank.
+    """Figures from the step plan of one rank.
 
     Attributes:
-        counted: Number of exchanges, bytes sent and matrices, as counted by `BucketCount.of_plan`.
-        sides: Bytes sent and bytes received. Each is a pair: the bytes within a node and the bytes between nodes. Each
-            of the two nodes has half of the ranks.
+        counted: Number of exchanges, number of bytes sent and number of orthogonalized matrices, as counted by
+            `BucketCount.of_plan`.
+        sides: Bytes sent and bytes received. Each is a pair: the bytes within a node and the bytes between nodes. There
+            are two nodes, each with half of the ranks.
         messages: Number of messages that this rank sends to other ranks in all exchanges.
         digests: Digests of the plan in hex, keyed by the ranks that share them.
     """
@@ -78,7 +79,7 @@ def planned(optimizer: Muon) -> Planned:
 
 
 def digests_of(plan: Plan) -> dict[Ranks, str]:
-    """Return the plan's digests for all sets of two or more ranks in hex, small sets first."""
+    """Return the plan's hex digests for every set of two or more ranks, smallest sets first."""
     ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
     return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
 
@@ -87,16 +88,19 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
     for traffic, plan in zip(traffics, plans, strict=True):
         assert plan.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
     sent, received = ([sum(plan.sides[which][at] for plan in plans) for at in (0, 1)] for which in (0, 1))
-    # Over all ranks, as many bytes must be received as sent, both within nodes and between nodes.
+    # Summed over all ranks, bytes received must equal bytes sent, both within nodes and between nodes.
     assert sent == received
 
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Return, for each rank, the comparisons of a layout by the name of the reference. The reference "dense" is Muon in
-    a single process. Its comparison contains, in the attribute `about`, the rank's plan and the number of messages
-    per step that the rank sends. On 4 ranks, and for every third layout on 2 ranks, torch.optim.Muon is another
-    reference."""
+    """Compare a layout with the reference runs. Return, for each rank, a dict from the name of a reference to the
+    result.
+
+    The reference "dense" is `Muon` in a single process. The `about` attribute of its result contains the rank's plan
+    and the number of messages that the rank sends per step. On 4 ranks, and for every third layout on 2 ranks,
+    torch.optim.Muon is a second reference.
+    """
     return RankPool.cached(world).run(_comparisons, layout)
 
 
@@ -106,8 +110,8 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     Not every combination of layout, reference and dtype is run, because the plan is the same for all references, and
     only its byte counts depend on the dtype. A second step reuses the momentum and the plan of the first step.
     """
-    # Each rank caches references by their arguments. All layouts pass equal arguments, so a reference is computed only
-    # once.
+    # Each rank caches reference runs by their arguments. All layouts pass equal arguments, so a reference is computed
+    # only once.
     once: dict[str, Any] = {"lr": 0.02}
     world = dist.get_world_size()
     steps, (exchange, rates), sent = STEPS[world], EXCHANGES.get(world, MANY_BUCKETS), list[int]()

@@ -1,5 +1,5 @@
-"""Imports all installed frameworks, so that ranks of framework tests inherit the imports from the process that forks
-them."""
+"""Imports of all installed frameworks. The process that forks the ranks of framework tests imports this module, so that
+the ranks inherit the imports."""
 
 from __future__ import annotations
 

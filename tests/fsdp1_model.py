@@ -18,8 +18,8 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003}
 
 
 class Block(nn.Module):
-    """A block with matrices of different shapes, a norm and a bias. The shapes are chosen so that shards end inside
-    rows, and so that some ranks store no element of some matrices."""
+    """A block with matrices of different shapes, a LayerNorm and a bias. The shapes are chosen so that shards end in
+    the middle of rows, and so that some ranks store no element of some matrices."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> F
 
 
 def job(strategy: str = "FULL_SHARD", options: Mapping[str, Any] | None = None, **how: Any) -> tuple[FSDP, Muon]:
-    """Return the model, wrapped with FSDP1, and its optimizer. `how` contains arguments for the FSDP wrapper."""
+    """Return an FSDP1-wrapped model and its optimizer. `how` contains arguments for the FSDP wrapper."""
     model = wrapped(tied(), strategy, **how)
     return model, Muon(model, **OPTIONS, **(options or {}))
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    """Return the loss on tokens that are the same on all ranks. All ranks then have equal gradients, whose mean over 2
-    or 4 ranks is exact."""
+    """Return the loss on tokens that are the same on all ranks. All ranks therefore have equal gradients, whose mean
+    over 2 or 4 ranks is exact."""
     return model(torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))).square().mean()
 
 
@@ -99,9 +99,9 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
     return [name for name, t in expected.items() if not torch.equal(found[name], t)]
 
 
-# With offload_to_cpu=True (the default), FSDP1 of torch 2.13 does not copy gathered tensors on CPUs. The gathered
-# tensors of all state keys then share memory, and all have the values of the last key. This happens with any optimizer,
-# so COPIED disables offloading.
+# With offload_to_cpu=True (the default), FSDP1 in torch 2.13 does not copy gathered tensors on CPUs. The gathered
+# tensors of all state keys then share memory and end up with the values of the last key. This happens with any
+# optimizer, so COPIED disables offloading.
 COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 

@@ -1,4 +1,4 @@
-"""Correct steps with random options, for the tests and the benchmark of the audit."""
+"""Correct steps with random options, for the tests and the benchmark of `shardmuon.audit`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
 def healthy(
     dtype: str, seed: int, largest: int, device: str = "cpu", variant: str | None = None
 ) -> tuple[list[str], list[str], int, str]:
-    """Take two steps of a randomly configured optimizer, and audit the second. Return the findings, the status of each
-    matrix, the number of matrices, and a description of the random choices.
+    """Take two steps with a randomly configured optimizer, and audit the second one. Return the findings, the status of
+    each matrix, the number of matrices, and a description of the random choices.
 
-    The tests of the audit pin seeds, so the lists of choices must not grow, and new options must be drawn from a second
-    `Random`.
+    The audit tests rely on fixed seeds. Lists of choices must therefore not grow, and choices for new options must come
+    from a second `Random`.
     """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

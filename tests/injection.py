@@ -1,8 +1,8 @@
-"""Finds all functions of the package that run before a collective, and raises an exception in one of these functions at
-a time.
+"""Functions that find every function of the package that runs before a collective, and raise an exception in one of
+them at a time.
 
-A profile function sees every call, including calls of lambdas, properties and generators. If it raises an exception,
-the exception appears in the called function, before the first line.
+A profile function is called at every call, including calls of lambdas, properties and generators. If it raises an
+exception, the exception appears to come from the called function, before its first line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ TRANSPORT = {
     ("muon.py", "step"),
     ("muon.py", "prepare"),
     ("muon.py", "_host"),
-    # `align` calls a collective of torch, in which the other ranks would wait for a rank that raised in `align`.
+    # `align` calls a torch collective. If it raised an exception on one rank, the other ranks would wait in the
+    # collective.
     ("layout/engines/dtensor.py", "align"),
     ("frameworks/deepspeed.py", "step"),
     ("frameworks/deepspeed.py", "_step_flats"),
@@ -72,8 +73,8 @@ TRANSPORT = {
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/clip.py", "norm"),
 }
-# Without DeepSpeed, the generators in UNREAD are closed without being read. An exception in such a generator has no
-# effect, because Python ignores exceptions that a generator raises while it is closed.
+# Without DeepSpeed, the generators in UNREAD are closed before their first iteration. An exception in such a generator
+# has no effect, because Python ignores exceptions that a generator raises while it is closed.
 UNREAD = {("frameworks/deepspeed.py", "<genexpr>")}
 COLLECTIVES = {("comm/groups.py", name) for name in ("merge", "share")}
 
@@ -157,7 +158,7 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
 def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[dict[str, int]]:
     """Raise `error` in the `number`-th call of `place` after the function `after` has been entered.
 
-    Yields a dict whose entry "calls" is the number of calls of `place`.
+    Yield a dict whose "calls" value is the number of calls of `place` so far.
     """
     state = {"begun": not after, "calls": 0}
     line = place.line if place else 0
@@ -173,7 +174,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
-                sys.setprofile(None)  # `error` is raised only once, so profiling ends.
+                sys.setprofile(None)  # `error` is raised only once, so profiling is no longer needed.
                 raise error
 
     if place is not None:
@@ -218,10 +219,10 @@ def check_all_raise(
     number: int,
     after: str,
 ) -> bool | None:
-    """Raise `error` in `place` on one rank, and check that all ranks raise or none does.
+    """Raise `error` in `place` on one rank, and check that either all ranks raise an error or none does.
 
-    Returns True if all ranks raised, False if no rank did because the caller handles the exception, and None if `place`
-    was called fewer than `number` times.
+    Return True if all ranks raised, False if none did because the caller handles the exception, and None if `place` was
+    called fewer than `number` times.
     """
     mine = victim == dist.get_rank()
     began = time.monotonic()
@@ -249,8 +250,8 @@ def check_all_raise(
 
 
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
-    """Gather `raised` and `called` from every rank. The gathered tensor starts with a number that no message of the
-    package starts with, so that a rank in a different collective is detected."""
+    """Gather `raised` and `called` from every rank. Each rank's part of the gathered tensor starts with a number that
+    never starts a message of the package, so that a rank that is in a different collective is detected."""
     number = 0x5EED0F7E57
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -281,12 +282,12 @@ def plant(
     kinds: Sequence[BaseException] = KINDS,
     again: bool = False,
 ) -> tuple[list[str], int]:
-    """Run `call` once for each function of `known`, and raise an exception in this function on one rank. The exception
+    """Run `call` once for each function in `known`, and raise an exception in that function on one rank. The exception
     type and the rank vary.
 
     Args:
-        call: The call, which enters the function `begin` before the functions of `known`.
-        held: Returns everything that a refused call must leave unchanged.
+        call: A call that enters the function `begin` before any of the functions in `known`.
+        held: Returns everything that `call` must leave unchanged if it raises an error.
         before: Prepares each call. The argument is the index of the function.
         again: If True, `call` runs once more for every fourth function, and the exception is raised when the function
             is entered for the third time.
@@ -299,7 +300,8 @@ def plant(
         for number in (1, 3) if again and at % 4 == 1 else (1,):
             error = kinds[(at + number - 1) % len(kinds)]
             if place.name == "is_aligned" and isinstance(error, ValueError):
-                # `state_storage` catches this ValueError and raises its own, so plant another exception.
+                # `state_storage` catches this ValueError and raises an error of its own, so a different exception is
+                # planted.
                 error = kinds[(at + number) % len(kinds)]
             victim = (at + at // len(kinds)) % dist.get_world_size()
             before(at)
@@ -314,12 +316,12 @@ def plant(
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
-    """Raise an exception in each function that runs in `optimizer.step` before the first collective, while a framework
-    calls the step.
+    """Let a framework call `optimizer.step`, and raise an exception in each function that runs in the step before its
+    first collective.
 
     Args:
         run: A training step, which calls `optimizer.step` at least once. It runs three times.
-        stride: Exceptions are raised in every `stride`-th function only.
+        stride: Exceptions are raised only in every `stride`-th function.
 
     Returns:
         The names of the functions, and the functions in which an exception went unnoticed.
@@ -337,8 +339,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
         groups = [(group, list(group["params"])) for group in optimizer.param_groups]
 
         def held() -> dict[str, object]:
-            # A refused step may leave the framework's own parameter groups in the optimizer, so the original groups are
-            # put back.
+            # A step that raises an error may leave the framework's own parameter groups in the optimizer, so the
+            # original groups are put back.
             optimizer.param_groups = [group for group, _ in groups]
             for group, params in groups:
                 group["params"] = params

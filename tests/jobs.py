@@ -1,5 +1,5 @@
-"""Jobs whose parameters are shared by ranks in various ways, comparisons of everything that a step changes, and backups
-of jobs."""
+"""Training jobs in which ranks share parameters in various ways, with helpers that compare and back up everything that
+a step may change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_in(layout: str) -> Cut:
 
 
 class Spec(NamedTuple):
-    """A parameter of a job. If `lacks`, ranks without elements of the parameter have no gradient, as in
+    """A parameter of a job. With `lacks`, ranks that store no element of the parameter have no gradient, as in
     Megatron-FSDP."""
 
     name: str
@@ -102,7 +102,7 @@ class Job:
     def __init__(self, groups: Sequence[dict[str, Any]], **options: Any) -> None:
         self.specs: dict[Tensor, Spec] = {}
         self.model = nn.Module()
-        self.patches = contextlib.ExitStack()  # patches that a fault has applied
+        self.patches = contextlib.ExitStack()  # patches that a planted fault has applied
         self.optimizer = self.made(groups, **options)
 
     def made(self, groups: Sequence[dict[str, Any]], **options: Any) -> Muon:
@@ -182,7 +182,7 @@ class Job:
 
 
 def whole(groups: Sequence[dict[str, Any]], **options: Any) -> Job:
-    """Return a dense job for one process with the same parameter groups."""
+    """Return a job with full tensors for a single process, with the same parameter groups."""
     places = ("process_group", "tp_group")
     return Job(
         [
@@ -221,7 +221,7 @@ def unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
 
 
 class Backup:
-    """A backup of everything in a job that a fault may replace."""
+    """A backup of everything in a job that a planted fault may replace."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._optimizer = job, job.optimizer

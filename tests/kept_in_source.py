@@ -1,5 +1,5 @@
-"""Finds the caches and other names of the package whose values outlive a call, for a comparison with the table in
-docs/kept.md."""
+"""A scan of the source for caches and other names whose values outlive a call. Tests compare its result with the table
+in docs/kept.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder of shardmuon and its satellite packages
+SOURCE = Path(__file__).resolve().parents[1] / "src"  # the folder that contains shardmuon and its satellite packages
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
@@ -24,8 +24,8 @@ def _called(node: ast.AST | None) -> str:
 
 
 def kept_by(tree: ast.Module) -> Iterator[str]:
-    """Yield the names in a module whose values outlive a call: containers, cached functions, and names rebound by a
-    `global` statement."""
+    """Yield the names in a module whose values outlive a call: containers at module or class level, cached functions,
+    and names that a `global` statement rebinds."""
     for node in [
         *tree.body,
         *(inner for found in tree.body if isinstance(found, ast.ClassDef) for inner in found.body),
@@ -42,7 +42,7 @@ def kept_by(tree: ast.Module) -> Iterator[str]:
 
 
 def kept_in_source() -> set[str]:
-    """Return all names of the package whose values outlive a call, as "file: name"."""
+    """Return all names in the package whose values outlive a call, as "file: name"."""
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
         where = Path(str(path.relative_to(SOURCE)).removeprefix("shardmuon/"))

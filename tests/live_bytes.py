@@ -1,10 +1,10 @@
-"""Measures peak memory by the tensor storages that are alive.
+"""Peak memory, measured as the bytes of all live tensor storages.
 
 [Note: tensors that gloo still holds]
     gloo's thread reports the end of a collective before it frees its tensors, so on a busy machine the next step may
-    count these tensors. Even on two idle cores, this happened after one in seven waits (300 were measured). The
-    measurement therefore passes copies to gloo that are not counted, and runs every exchange synchronously, so that the
-    count does not depend on timing.
+    count these tensors. Even on two idle cores, this happened after one in seven of 300 waits. The measurement
+    therefore passes uncounted copies to gloo and runs every exchange synchronously, so that the count does not depend
+    on timing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of all storages created while the mode is active. `now` is the current total, and
-    `peak` is its maximum."""
+    """A mode that counts the bytes of all storages created while it is active. `now` is the current total, and `peak`
+    is the maximum total so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

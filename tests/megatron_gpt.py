@@ -35,8 +35,8 @@ def needs_megatron(test: Any) -> Any:
 
 @lru_cache
 def import_megatron() -> None:
-    """Import Megatron-core without compiling anything, because loading the compiler takes seconds. Imported objects are
-    frozen, so that the garbage collection that Megatron runs for each part of a checkpoint does not scan them."""
+    """Import Megatron-core without compiling anything, because loading the compiler takes seconds. `gc.freeze` exempts
+    the imported objects from the garbage collection that Megatron runs for each part of a checkpoint."""
     # Importing Megatron replaces torch's `_load_from_bytes`, so the original function is restored afterwards.
     kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)
     with _quiet_import(), kept:
@@ -46,8 +46,8 @@ def import_megatron() -> None:
 
 @lru_cache
 def import_megatron_fsdp() -> None:
-    """Import Megatron-FSDP without Megatron-core. Imported objects are frozen, so that the garbage collection that
-    Megatron-FSDP runs whenever it wraps a model does not scan them."""
+    """Import Megatron-FSDP without Megatron-core. `gc.freeze` exempts the imported objects from the garbage collection
+    that Megatron-FSDP runs whenever it wraps a model."""
     with _quiet_import():
         if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
             sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import
@@ -108,8 +108,8 @@ def gpt(
     ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a GPT model in Megatron's `DistributedDataParallel`. `options` are options of `TransformerConfig`, and
-    `ddp` has options of the wrapper."""
+    """Return a GPT model wrapped in Megatron's `DistributedDataParallel`. `options` go to `TransformerConfig`, and
+    `ddp` contains options of the wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -117,7 +117,7 @@ def gpt(
 
     values: dict[str, Any] = {
         "num_layers": 1,
-        # With these sizes, shards of flat buffers end inside rows on 2, 3 and 4 ranks.
+        # With these sizes, shards of flat buffers end in the middle of rows on 2, 3 and 4 ranks.
         "hidden_size": 24,
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -158,8 +158,8 @@ def optimizer_config(**options: Any) -> Any:
 
 
 def half(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for training in `dtype`. The model config and the optimizer config have the same names for
-    them."""
+    """Return the options for training in `dtype`, whose names are the same in the model config and in the optimizer
+    config."""
     name = {torch.float32: "", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return {name: True, "params_dtype": dtype} if name else {}
 
@@ -169,8 +169,8 @@ def clean(name: str) -> str:
 
 
 def named(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the parameters of model chunks by name. If several chunks have a parameter of the same name, the second
-    one is called name#1, as in shardmuon's Megatron adapter."""
+    """Return the parameters of model chunks by name. If a second chunk has a parameter of the same name, that parameter
+    is called name#1, as in shardmuon's Megatron adapter."""
     found: dict[str, Any] = {}
     for model in models:
         for full, p in model.named_parameters():
@@ -180,8 +180,8 @@ def named(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """Return the parameter name, the range of elements and the main weights of each shard that Megatron assigns to this
-    rank."""
+    """Return the parameter name, the range of elements and the main weights of every shard that Megatron assigns to
+    this rank."""
     found = []
     for part in (part for part in optimizer.chained_optimizers if hasattr(part, "shardmuon")):
         names = {p: name for name, p in named(part.model_chunks).items()}
@@ -197,7 +197,7 @@ def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
 
 
 class Cut:
-    """The sharding of a parameter over its tensor-parallel group, read from the attributes that Megatron's layers set,
+    """Sharding of a parameter over its tensor-parallel group, as read from the attributes that Megatron's layers set,
     and the group over which the parameter is replicated."""
 
     def __init__(self, param: Any) -> None:
@@ -240,7 +240,7 @@ def drawn(shape: Sequence[int], seed: int) -> Tensor:
 
 
 class Job:
-    """Model chunks and an optimizer under Megatron, and a dense copy of the parameters in this process.
+    """Model chunks and an optimizer trained with Megatron, and a dense copy of the parameters in this process.
 
     Args:
         models: Model chunks in Megatron's wrapper. Default: one chunk made with `options`.
@@ -274,7 +274,7 @@ class Job:
         self.models = models
         self.params = named(models)
         for name, p in self.params.items():
-            # Each rank has different experts, so expert weights depend on the rank.
+            # Each rank has different experts, so the weights of experts depend on the rank.
             if not getattr(p, "allreduce", True):
                 p.data.copy_(drawn(p.shape, seed + self.expert_rank + len(name)))
         self.cuts = {name: Cut(p) for name, p in self.params.items()}
@@ -290,8 +290,8 @@ class Job:
         return {name: self.cuts[name].join(p) for name, p in self.params.items()}
 
     def train(self, step: int, scale: float = 1.0, spoil: bool = False) -> bool:
-        """Run a step with gradients whose sums do not depend on the number of ranks. Returns False if the step was
-        skipped.
+        """Run a training step with gradients whose sums do not depend on the number of ranks. Return False if Megatron
+        skips the step.
 
         Args:
             scale: The loss scale.
@@ -320,7 +320,7 @@ class Job:
         return drawn(shape, 1000 * step + 10 * list(self.params).index(name) + of_rank)
 
     def step(self, step: int, **options: Any) -> None:
-        """Run a step, and assert that all weights and main weights equal those of the dense optimizer."""
+        """Run a training step, and assert that all weights and main weights equal those of the dense optimizer."""
         assert self.train(step, **options)
         self.dense.step({name: self.gradient(name, step) for name in self.params})
         now = {name: self.cuts[name].take(p.detach()) for name, p in self.dense.params.items()}

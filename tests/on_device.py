@@ -69,7 +69,8 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
 
 
 def bytes_above(device: torch.device, step: Callable[[], Any]) -> int:
-    """Return the peak memory in bytes that a step allocates on a CUDA device, beyond the memory allocated before it."""
+    """Return the peak memory in bytes that a step allocates on a CUDA device, in addition to the memory allocated
+    before the step."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -84,6 +85,7 @@ def kernels_of(step: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
-    # torch also records the whole optimizer step as an event on the device. This event is not counted.
+    # torch's profiler also records the whole optimizer step as an event on the device, which is not a kernel and is not
+    # counted.
     cuda = torch.autograd.DeviceType.CUDA
     return sum(event.device_type == cuda and not event.is_user_annotation for event in profile.events())

@@ -14,8 +14,8 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
 def on_ranks(num_ranks: int) -> Callable[[_Test], _Test]:
-    """Run the decorated test on `num_ranks` ranks, which import the test by name. The test fails if it fails on any
-    rank."""
+    """Run the decorated test on `num_ranks` ranks, each of which imports the test by its name. The test fails if it
+    fails on any rank."""
 
     def decorate(test: _Test) -> _Test:
         @functools.wraps(test)

@@ -1,5 +1,5 @@
-"""A model with awkward shapes that is stepped with default options. Run as a script, this file prints a digest of each
-weight after three steps."""
+"""A model with awkward shapes and a function that trains it for three steps with default options. When run as a script,
+this file prints a digest of each trained weight."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SPARSE = decoder(96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, moe_inter
 
 def same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
     """Assert that the digests, traffic and stored bytes measured on every rank equal those that `foresight`
-    predicted."""
+    predicts."""
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert sorted(by_rank) == list(range(exact.world))
     assert list(exact.digests.values()) == found[0]["digests"]

@@ -1,7 +1,8 @@
-"""Faults known from other optimizers. Each entry gives the job in which the fault is planted, and all findings that an
-audit must report.
+"""Faults known from other optimizers, each with the job in which the fault is planted and all findings that an audit
+must report.
 
-A fault is planted on the ranks by replacing a function of the step or by damaging data, and is undone afterwards.
+A fault is planted on the ranks by replacing a function that the step calls or by corrupting data, and is undone
+afterwards.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def shapes_of(rows: int | None) -> Shapes:
 
 
 class Job:
-    """A small model in a layout. Each step gets new random gradients, so that momentum, gradient and update differ."""
+    """A small model whose parameters are sharded as in the layout `layout`. Each step gets new random gradients, so
+    that momentum, gradient and update differ."""
 
     def __init__(
         self, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **options: Any
@@ -104,7 +106,8 @@ Plant = Callable[[Job], AbstractContextManager[object]]
 
 
 def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
-    """Return a fault that replaces a function of the step by `make(original)`, on the rank `rank` or on all ranks."""
+    """Return a fault that replaces the function `name`, which the step calls, with `make(original)`. The fault affects
+    the rank `rank` or, by default, all ranks."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
         original = getattr(on, name)
@@ -114,25 +117,25 @@ def replaced(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int 
 
 
 def now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
-    """Return a fault that calls `damage` once, before the step, on the rank `rank` or on all ranks."""
+    """Return a fault that calls `damage` once before the step, on the rank `rank` or, by default, on all ranks."""
 
     return lambda job: nullcontext(damage(job) if rank in (None, dist.get_rank()) else None)
 
 
 def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault in which the step calls `change` instead of the orthogonalization."""
+    """Return a fault in which the step calls `change` instead of the orthogonalization function."""
     return replaced("orthogonalize", lambda original: lambda x, *a, **k: change(x))
 
 
 def updates(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that changes updates after the orthogonalization, before they are applied to the weights."""
+    """Return a fault that changes orthogonalized updates before they are applied to the weights."""
     return replaced(
         "apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), update
     )
 
 
 def _results(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that replaces the orthogonalized matrices of each batch, of shape (B, rows, cols), by
+    """Return a fault that replaces the orthogonalized matrices of each batch, of shape (B, rows, cols), with
     `change(matrices)`."""
 
     def make(original: Any) -> Any:
@@ -206,8 +209,8 @@ def _by_halves(original: Any) -> Any:
 
 
 def _clamped(update: Tensor) -> Tensor:
-    """Clamp the elements of an update to 0.8 times the root mean square of the elements of an orthogonal matrix. The
-    rows of the matrix are sharded over two ranks, so `update` has only half of them."""
+    """Clamp an update's elements to 0.8 times the root mean square element of a full orthogonalized matrix. The rows of
+    the matrix are sharded over two ranks, so `update` contains only half of them."""
     limit = 0.8 / max(2 * update.shape[0], update.shape[1]) ** 0.5
     return update.clamp(-limit, limit)
 
@@ -223,7 +226,7 @@ def _other_tensor(job: Job) -> AbstractContextManager[object]:
 
 
 def _of_another_layout(job: Job) -> None:
-    """Swap the pieces of a matrix between ranks in the plan, as if the plan had been made for a different layout."""
+    """Swap the pieces of a matrix between ranks in the plan, as if the plan had been made for another layout."""
     plan = job.optimizer.binding.plan  # type: ignore[union-attr]
     first, *others = plan.specs
     first = first._replace(layout=replace(first.layout, held=first.layout.held[::-1]))
@@ -231,7 +234,7 @@ def _of_another_layout(job: Job) -> None:
 
 
 def _swapped_alone(job: Job) -> AbstractContextManager[object]:
-    job.optimizer.audits.num_audits = 0  # With one sample, audit number 0 samples matrix 0.
+    job.optimizer.audits.num_audits = 0  # With one sample per audit, audit number 0 checks matrix 0.
     return _results(lambda o: o.roll(-1, 0))(job)
 
 
@@ -300,8 +303,8 @@ def _ones(self: Any, norms: Any, kept: Tensor) -> Tensor:
 
 
 def _running(stage: type, run: Callable[..., Tensor]) -> Plant:
-    """Return a fault in which the step calls `run` instead of the method of the post-processing stage `stage`. The
-    function `scaled_`, which combines stages, is replaced by one that applies the stages one after another."""
+    """Return a fault in which the function `run` replaces the post-processing stage `stage`. The function `scaled_`,
+    which combines several stages, is replaced with a function that applies the stages one after another."""
 
     @contextmanager
     def plant(job: Job) -> Iterator[None]:
@@ -326,7 +329,7 @@ def _norm_of_half(job: Job) -> AbstractContextManager[object]:
 
 
 def _factors(change: Callable[[Tensor], Tensor]) -> Plant:
-    """Return a fault that multiplies weights by `change(factor)`, where `factor` is the correct factor of a
+    """Return a fault that multiplies weights by `change(factor)` instead of `factor`, the correct factor of a
     post-processing stage."""
     return replaced(
         "foreach", lambda real: lambda name, tiles, numbers: real(name, tiles, [change(n) for n in numbers]), stages
@@ -381,7 +384,7 @@ class Fault:
     shapes: Shapes | None = None
 
 
-_LENGTH = ("wrong_matrix",)  # The audit may also report "wrong_matrix" if rows of an update have wrong lengths.
+_LENGTH = ("wrong_matrix",)  # An audit may also report "wrong_matrix" if the rows of an update have wrong norms.
 
 
 def _of_variant(variant: str, plant: Plant, name: str, also: Sequence[str] = (), **more: Any) -> Fault:
@@ -421,8 +424,8 @@ FAULTS = {
     "scale of the shard": Fault(
         replaced("lr_scale", lambda original: lambda name, rows, cols: original(name, rows // 2, cols), update),
         {"scale_from_shard_shape"},
-        # The scale depends on the larger dim. Sharding by rows makes this dim smaller only for the matrices "a" to "d",
-        # so the scale of "square" and "wide" stays correct.
+        # The learning-rate scale depends on the larger dim. Sharding by rows makes this dim smaller only for the
+        # matrices "a" to "d", so the scale of "square" and "wide" stays correct.
         FOUR,
         says=" shard, not ",
     ),
@@ -551,7 +554,8 @@ FAULTS = {
         says="no convergence",
         exact=True,
     ),
-    # The rank that fails still sends as many elements as the other ranks expect, so that they do not wait forever.
+    # The rank that fails still sends as many elements as the other ranks expect, so that the other ranks do not wait
+    # forever.
     "reading fails on one rank": Fault(
         replaced("_elements", _failing_after_the_step, live.StepAudit, rank=1),
         {"audit_failed", "not_finite"},
@@ -628,16 +632,15 @@ FAULTS = {
 }
 
 
-_SOUND: set[str] = set()  # Models and options for which the audit of a correct second step has already run.
+_SOUND: set[str] = set()  # combinations of model and options for which a correct second step has already been audited
 
 
 def caught(name: str, rows: int | None, first: bool, **options: Any) -> AuditReport:
     """Audit a step with a planted fault.
 
-    With `first`, the fault is planted in the first step. Otherwise, it is planted in the third step, and the two steps
-    before it are correct. The second step is audited, too, and must give no finding. The second step is bitwise the
-    same for all faults that have the model and the options in common, so it is audited only once for each combination
-    of model and options.
+    With `first`, the fault is planted in the first step. Otherwise, it is planted in the third step, after two correct
+    steps. An audit of the second step must then report nothing. This second step is bitwise the same for all faults
+    with the same model and options, so it is audited only once per combination of model and options.
     """
     fault = FAULTS[name]
     options = options | fault.options
@@ -672,7 +675,8 @@ def check_caught(name: str, reports: Sequence[AuditReport]) -> None:
     for report in reports:
         names, where = names_of(report), {finding.where for finding in report.findings}
         assert names and fault.names <= names <= fault.names | fault.also, f"{name}: {names}"
-        # A rank that owns only one of the four matrices cannot swap results, so the audit need not report all four.
+        # A rank that owns only one of the four matrices has no results to swap, so the audit need not report all four
+        # matrices.
         if name == "results of matrices swapped":
             assert len(where) >= 2 and where <= FOUR
         elif fault.where is not None:

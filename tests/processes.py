@@ -1,8 +1,5 @@
-"""Ranks that run a script in separate OS processes and exit normally, unlike ranks of a `RankPool`, which exit through
-`os._exit`.
-
-All ranks are forked by one process that has already imported torch.
-"""
+"""Ranks that run a script in separate OS processes. These processes exit normally, unlike the ranks of a `RankPool`,
+which exit through `os._exit`. All ranks are forked by one process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ _parent: list[subprocess.Popen[str]] = []
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Run the code in `script` in a separate process for each rank. In the script, `sys.argv[1:]` contains the rank and
-    the arguments. Returns the exit code, stdout and stderr of each rank."""
+    """Run the code in `script` in a separate process for each rank, with the rank and the arguments in `sys.argv[1:]`.
+    Return the exit code, stdout and stderr of each rank."""
     if not _parent:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **paths}

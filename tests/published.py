@@ -1,4 +1,4 @@
-"""Functions that compute published measurements with `foresight`, for each quantity in data/published.yaml."""
+"""Functions that use `foresight` to predict the published measurements that are listed in data/published.yaml."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QWEN_3B = decoder(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True,
 
 
 def rounded(text: str) -> Interval:
-    """Return the interval of all numbers that round to the number in `text`, such as "1.2B"."""
+    """Return the interval of the numbers that round to the number in `text`, such as "1.2B"."""
     unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
     # The published figures 400M and 800M are rounded to hundreds of millions.
     half = 50.0 if text[-1] == "M" else half
@@ -49,9 +49,9 @@ def _standard(exact: Exact) -> float:
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
-    """Return the relative increase of the step time when Muon replaces AdamW. The number of tokens is derived from
-    Muon's published share of the FLOPs. The time of the forward and backward passes is derived from the published
-    rate in FLOP/s."""
+    """Return the predicted relative increase of the step time when Muon replaces AdamW. The number of tokens is derived
+    from Muon's published share of the FLOPs, and the time of the forward and backward passes from the published rate in
+    FLOP/s."""
     hardware = Hardware.load(gpu)
     exact = Exact.of_job(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -90,8 +90,8 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
         work = flops(method, rows, cols, KELLER, dtype, _GPU)
         how = f"{method} {str(dtype).removeprefix('torch.')}"
         times.append(Rates(hardware).product(rows, cols, how, 1, work))
-    # Both methods reach the same fraction of the peak rate, so the lower end of one interval is divided by the lower
-    # end of the other, and the upper end by the upper end.
+    # Both methods are assumed to reach the same fraction of the peak rate, so the interval of the ratio divides lower
+    # end by lower end and upper end by upper end.
     return times[0][0] / times[1][0], times[0][2] / times[1][2]
 
 

@@ -1,6 +1,6 @@
 """Expected values for each coefficient schedule and number of steps.
 
-Run as a script with the name of a new schedule, this file prints the row for its table and two rows for
+When run as a script with the name of a new schedule, this file prints the row for its table and two rows for
 docs/orthogonalization.md.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 
 class ScheduleCase(NamedTuple):
-    """Expected properties of the steps of a schedule.
+    """Expected properties of a schedule's steps.
 
     Attributes:
         band: Smallest and largest singular value after the steps, to two digits, for singular values from 0.01 to 1
@@ -50,7 +50,8 @@ CASES = {
 
 
 def band(schedule: Callable[[Any], Any], s_min: float) -> tuple[float, float]:
-    """Return the smallest and the largest result of a schedule for singular values from `s_min` to 1."""
+    """Return the smallest and the largest singular value after a schedule's steps, for singular values from `s_min` to
+    1 before the steps."""
     ends = ((s_min, 1.0), (math.log(s_min), 0.0))
     even, of_logs = (torch.linspace(*of, 200_001, dtype=torch.float64) for of in ends)
     out = schedule(torch.cat([even, of_logs.exp()]))
@@ -64,7 +65,7 @@ def slope(schedule: Any) -> float:
 
 
 def _print(name: str) -> None:
-    """Print the rows that a schedule has in the tables of the tests and the documentation."""
+    """Print the rows of a schedule for the tables in the tests and the documentation."""
     from orthogonalize.test_gram import worst_error
     from spectra import SPECTRA, polar_factor, spectrum
     from tolerances import steps_written_out

@@ -1,4 +1,5 @@
-"""Simulated ranks: layouts, views, and a step of all ranks in one process, with slicing in place of communication."""
+"""Simulated ranks in one process. The module makes layouts and matrix views, and steps all ranks with slicing in place
+of communication."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ from shardmuon.variants import Stage, Stages
 CPU = torch.device("cpu")
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _AUTO, SMALL = MuonConfig(), Policy(bucket_bytes=1500)
-# PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each replica
-# orthogonalizes all matrices itself instead of exchanging results with other replicas.
+# The machine PAIRS has two ranks per node, and APART has one. The network between nodes is extremely slow, so each
+# replica orthogonalizes all matrices itself instead of exchanging results with other replicas.
 PAIRS, APART = (MACHINES["h100"]._replace(per_node=num, network=1) for num in (2, 1))
-# Each replica orthogonalizes all matrices itself only if this saves several latencies between nodes. The latency of
-# SHARING is so large that the replicas always divide the matrices among themselves.
+# Each replica orthogonalizes all matrices itself only if this saves several inter-node latencies. The latency of the
+# machine SHARING is so large that the replicas always divide the matrices among themselves.
 SHARING = MACHINES["cpu-gloo"]._replace(across=1 << 50)
 EACH = Policy(bucket_bytes=1500, machine=PAIRS)
 
@@ -47,7 +48,7 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
-# In these layouts, each replica orthogonalizes all matrices itself on the machine PAIRS.
+# With the rates of PAIRS, each replica of these layouts orthogonalizes all matrices itself.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
@@ -126,8 +127,8 @@ def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLa
 
 
 def unlike_replicas(view: MatrixView) -> ParamLayout:
-    """Return a layout of three row blocks on four ranks. Each block is stored by three ranks, and the order of the
-    blocks differs between ranks."""
+    """Return a layout of three row blocks on four ranks. Each block is stored on three ranks, and ranks store their
+    blocks in different orders."""
     cuts = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
     orders = (0, 1), (2, 1), (0, 2), (2, 0, 1)
     return along(view, 0, {rank: [(cuts[i], cuts[i + 1]) for i in of] for rank, of in enumerate(orders)})
@@ -140,8 +141,8 @@ def spec(
     itemsize: int = 4,
     everywhere: bool = True,
 ) -> Spec:
-    """Return the `Spec` of a parameter with `stages` post-processing stages, each of which keeps max(rows, cols)
-    numbers for a matrix."""
+    """Return the `Spec` of a parameter with `stages` post-processing stages (such as NorMuon), each of which keeps
+    max(rows, cols) numbers per matrix."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, transposed=True) if matrices else None
@@ -190,15 +191,15 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Return pairs of a case and a layout. Each case is paired with one of every `every` layouts, and each layout with
-    one of every `every` cases."""
+    """Return a subset of all (case, layout) pairs. Each case is paired with every `every`-th layout, and each layout
+    with every `every`-th case."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 
 
 def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
-    """Return test parameters for `rows`. One of every `every` test parameters also runs with the other matmul dtype.
-    This is enough, because the dtype does not change which rank owns a matrix."""
+    """Return test parameters for `rows`. Every `every`-th row also runs with the other matmul dtype. This is enough,
+    because the dtype does not change which rank owns a matrix."""
     cells = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
@@ -216,7 +217,7 @@ def planned(
     # indices of parameters whose matrices are exchanged in fp64, as if the parameters were fp64
     wide: Collection[int] = (),
 ) -> Plan:
-    """Make the plan of a step for parameters with the given layouts and options."""
+    """Make the plan of a step on parameters with the given layouts and options."""
 
     def spec_of(number: int, layout: ParamLayout, group: Mapping[str, Any]) -> Spec:
         sizes = [(m.rows, m.cols) for m in layout.view.matrices]
@@ -248,7 +249,8 @@ def group_of(**options: Any) -> dict[str, Any]:
 
 
 def kinds_of(work: Work) -> list[tuple[object, ...]]:
-    """Return the value that validation assigns to `Work.kinds`."""
+    """Return the value of `Work.kinds`: for each parameter, its group's settings, dtypes, devices and rounding. A real
+    step sets this value during validation."""
     tensors = zip(work.weights, work.grads, work.momenta, strict=True)
     return [
         (id(settings), *((t.dtype, t.device) for t in of if t is not None), at in work.rounding)
@@ -257,13 +259,13 @@ def kinds_of(work: Work) -> list[tuple[object, ...]]:
 
 
 class SimulatedRanks:
-    """Steps a plan on all ranks in one process.
+    """Simulated ranks that execute a plan's steps in one process.
 
     Attributes:
         plan: The plan.
         weights, momenta: For each parameter, the storage of each rank.
-        kept: State of post-processing stages: for each parameter and each entry of its `Spec.kept`, the storage of each
-            rank.
+        kept: State of post-processing stages (NorMuon, ..): for each parameter and each entry of its `Spec.kept`, the
+            storage of each rank.
         watches: For each rank, the `ZeroWatch`, which looks for weights that are all zero.
         orthogonalized: Number of matrices orthogonalized so far.
     """
@@ -286,7 +288,8 @@ class SimulatedRanks:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         said = [Settings.of(group) for group in groups]
-        # Groups with equal options share one `Settings` object, because only such groups can be stepped in one call.
+        # Groups with equal options share one `Settings` object, because one list operation can process tensors of
+        # several groups only if the groups share that object.
         settings = [said[said.index(one)] for one in said]
         stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
         fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
@@ -316,7 +319,7 @@ class SimulatedRanks:
                 )
                 for rank, program in programs.items()
             ]
-            # In each iteration of the loop, every rank runs one phase of the bucket's program.
+            # In each iteration of this loop, every rank runs one phase of the bucket's program.
             while runs:
                 runs = [run for run in runs if next(run, run) is not run]
             self.orthogonalized += sum(len(b.items) for program in programs.values() for b in program.batches)

@@ -1,4 +1,4 @@
-"""Random matrices, matrices with known singular values, and steps on random gradients."""
+"""Random matrices, matrices with known singular values, and optimizer steps on random gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Newton-Schulz variants are compared on five matrices with these spectra, given as (kind, rows, cols).
+# Newton-Schulz variants are compared on five matrices, each given as (kind of spectrum, rows, cols).
 SPECTRA = (
     ("gauss", 256, 1024),
     ("gauss", 256, 256),

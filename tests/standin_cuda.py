@@ -1,5 +1,4 @@
-"""Replaces the parts of torch.cuda that Megatron's Python code needs by stand-ins on the CPU: one device, and streams
-that do nothing.
+"""CPU stand-ins for the parts of torch.cuda that Megatron's Python code needs: one device, and streams that do nothing.
 
 The tests check that shardmuon reads the objects that Megatron builds. Races between streams cannot be found, because
 all work runs in order.
@@ -28,7 +27,7 @@ def _on_cpu(device: object) -> object:
 
 
 class _OnCpu(TorchFunctionMode):
-    """A mode that replaces CUDA devices by the CPU in every call of a torch function."""
+    """A mode that replaces CUDA devices with the CPU in every call of a torch function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -47,7 +46,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """Run Megatron's CUDA code on the CPU. On exit, the original functions are restored, because the ranks run other
+    """Run Megatron's CUDA code on the CPU. The original functions are restored on exit, because the ranks run other
     tests, too."""
     functions: dict[str, Any] = {
         "current_device": lambda: 0,

@@ -1,4 +1,4 @@
-"""The most likely mistakes of new users, and the error or warning that each mistake must cause."""
+"""Tests that the most likely mistakes of new users cause a helpful error or warning."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ GIVEN: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_is_likely_given_by_mistake_is_refused_with_what_to_write(name: str) -> None:
-    """The error must say what to write instead. Sets of parameters or options are refused, too, because the order of a
-    set differs between processes."""
+    """The error must tell the user what to write instead. Sets of parameters or options are rejected, too, because the
+    order of a set differs between processes."""
     act, kind, says = GIVEN[name]
     with pytest.raises(kind, match=says):
         act()
@@ -150,7 +150,7 @@ def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
 
 
 def test_a_sparse_embedding_is_stepped_by_an_optimizer_of_its_own() -> None:
-    """Muon refuses sparse gradients. With a separate optimizer for the embedding, the other parameters train as in a
+    """Muon rejects sparse gradients. With a separate optimizer for the embedding, the other parameters train as in a
     model without the embedding."""
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 16), nn.Linear(16, 8))
     refused = Muon(model, lr=0.03)
@@ -191,8 +191,8 @@ def test_steps_without_any_gradient_are_told_until_one_has_some() -> None:
 
 
 def _before_fully_shard() -> tuple[list[str], list[str]]:
-    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings of the first and
-    of the second step on a rank."""
+    """Create an optimizer before `fully_shard()`, which replaces the parameters. Return the warnings that this rank
+    gets in the first and in the second step."""
     optimizer = Muon(model := _model(), lr=0.02)
     fully_shard(model)
     _backward(model, dist.get_rank())
@@ -208,7 +208,7 @@ def test_ranks_whose_parameters_were_replaced_are_told_in_each_step(world2: Rank
 
 
 def _zero(options: dict[str, Any]) -> tuple[list[str], bool]:
-    """Wrap Muon in ZeroRedundancyOptimizer. Return all warnings, and whether the parameters after three steps equal
+    """Wrap Muon in ZeroRedundancyOptimizer and take three steps. Return all warnings, and whether the parameters equal
     those of a plain Muon."""
     model, plain = _model(), _model()
     if options:

@@ -1,5 +1,5 @@
-"""Tests on a real accelerator. Without one, single-process tests use the simulated device of `cuda_shape.py`, the
-comparison of layouts runs on CPU ranks, and all other tests are skipped."""
+"""Tests on a real accelerator. On a machine without an accelerator, single-process tests use the simulated device in
+`cuda_shape.py`, the comparison of layouts runs on CPU ranks, and all other tests are skipped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
     "gram": {"method": "gram"},
 }
-# Batches are padded to 64 slots, so smaller matrices save time on the simulated device.
+# Batches are padded to 64 matrices, so smaller matrices save time on the simulated device.
 SMALL = {"d": 64} if NUM_GPUS else {"d": 16, "layers": 1}
 
 
@@ -76,12 +76,12 @@ def test_a_whole_step_is_captured_and_replayed_with_its_bits(config: str, device
 @on_gpu
 @pytest.mark.parametrize(("config", "kernels"), [("default", 1100), ("standard", 400), ("gram", 1100)])
 def test_a_step_takes_a_few_buckets_of_memory_and_about_the_kernels_of_the_stand_in(config: str, kernels: int) -> None:
-    """Some operations are one launch on the simulated device but take two kernels on a GPU. For example, a matmul with
-    an addition first copies its addend. The bounds on kernels are therefore up to one and a half times those on the
+    """Some operations count as one launch on the simulated device but run two kernels on a GPU. For example, a matmul
+    with an addition first copies its addend. The kernel limits are therefore up to one and a half times those of the
     simulated device."""
     optimizer = make_optimizer(make_model(CUDA, d=768, layers=12, num_vectors=50), **CONFIGS[config])
-    # The memory bound is that of test_cuda_shape.py, plus 10% for blocks of the allocator and 64 MiB for the workspace
-    # of the matmul library.
+    # The memory limit is that of test_cuda_shape.py, plus 10% for allocator blocks and 64 MiB for the workspace of the
+    # matmul library.
     assert bytes_above(CUDA, optimizer.step) <= 1.1 * (6 * 32 * 2**20 + 4 * 2**24) + 2**26
     assert kernels_of(optimizer.step) <= kernels
 
@@ -99,8 +99,7 @@ def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
 
 
 def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> list[Comparison]:
-    """Step the matrices of a layout on all ranks, and the same matrices on this rank alone, with fp32 and with bf16
-    matmuls.
+    """Compare a step on all ranks with a step on the same matrices on this rank alone, with fp32 and with bf16 matmuls.
 
     Afterwards, one more step runs in a context in which host synchronization is an error. The attribute `about` of each
     returned comparison is the text of that error, or "" if the step succeeds.
@@ -150,7 +149,7 @@ FEW_LAYOUTS = ("ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers")
     [*itertools.product(LAYOUTS, [None]), *itertools.product(FEW_LAYOUTS, EVERY_VARIANT)],
 )
 def test_every_layout_and_variant_on_ranks_that_share_a_device(layout: str, variant: str | None) -> None:
-    """gloo moves CUDA tensors through host memory, so ranks are allowed to wait for the device."""
+    """Ranks may wait for the device in this test, because gloo moves CUDA tensors through host memory."""
     compared(RankPool.cached(4), layout, "cuda", 2, variant, may_wait=True)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the option keys that parameter groups store, and of those that `repr` shows."""
+"""Tests of the option keys that parameter groups store, and of the option keys that the optimizer's `repr` shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_keys_of_somebody_else_stay() -> None:
 
 def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
     """Frameworks copy the optimizer's defaults into every parameter group, and create new optimizers from existing
-    groups. An AdamW group may therefore have options that apply only to matrices."""
+    groups. `Muon` must therefore accept AdamW groups that contain options for matrices."""
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, "momentum": 0.9, "nesterov": False}
     (made,) = Muon([group], lr=0.1, momentum=0.9, nesterov=False).param_groups
     assert (made["use_muon"], made["momentum"], made["nesterov"]) == (False, 0.9, False)

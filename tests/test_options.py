@@ -1,5 +1,5 @@
-"""Tests of Muon in one process: compatibility with torch.optim.Muon, the formula of every option, and the error for
-every bad option."""
+"""Tests of `Muon` in one process: compatibility with torch.optim.Muon, the formula behind every option, and the error
+for every invalid option."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_positional_arguments_are_torch_optim_muons() -> None:
     theirs = list(inspect.signature(torch.optim.Muon.__init__).parameters.values())
     ours = list(inspect.signature(Muon.__init__).parameters.values())
-    # The arguments of torch.optim.Muon before `eps` must come first in `Muon`, too, in the same order, so that
-    # positional arguments keep their meaning.
+    # `Muon` must start with the arguments that torch.optim.Muon has before `eps`, in the same order, so that positional
+    # arguments keep their meaning.
     same = [wanted.name for wanted in theirs].index("eps")
-    # Unlike in torch.optim.Muon, lr has no default.
+    # torch.optim.Muon has a default for lr, but `Muon` does not.
     wanted = [p.replace(default=None) if p.name == "lr" else p for p in theirs[:same]]
     assert [(p.name, p.kind, p.default) for p in ours[:same]] == [(p.name, p.kind, p.default) for p in wanted]
     assert {p.kind for p in ours[same:-1]} == {inspect.Parameter.KEYWORD_ONLY}
@@ -103,11 +103,12 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     saved = torchs.state_dict()
     with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
         ours.load_state_dict(saved)
-    # Empty state is accepted, and AdamW then starts from zero moments, because it cannot use the momentum of Muon.
+    # A checkpoint without state for the AdamW parameter is accepted. AdamW then starts from zero moments, because it
+    # cannot use the momentum of Muon.
     saved["state"][1] = {}
     ours.load_state_dict(saved)
     found = [[g[k] for k in ("split_sizes", "use_muon", "betas", "lr", "eps")] for g in ours.param_groups]
-    # AdamW's eps has a different meaning than the eps of torch.optim.Muon, so the AdamW group keeps its default.
+    # The eps of AdamW and the eps of torch.optim.Muon have different meanings, so the AdamW group keeps its default.
     assert found == [[4, True, (0.9, 0.95), 0.1, 1e-8], [None, False, (0.5, 0.6), 0.1, 1e-8]]
     run(ours, mine, [2])
     assert "exp_avg" in ours.state[mine[1]]
@@ -270,9 +271,9 @@ def test_every_lr_scale_is_its_formula(given: Any, shape: tuple[int, int]) -> No
     plain = recovered("none", shape)
     assert plain.any()
     found, scale = recovered(given, shape), SCALES[given](*shape)
-    # `found` and `plain` are each a difference of two weights of up to 4, divided by the lr of 1/2. The error of each
-    # includes the rounding of a stored weight and of the difference. The formula of the scale, together with lr, adds
-    # six rounded operations.
+    # `found` and `plain` are each a difference of two weights with elements of up to 4, divided by the lr of 1/2. The
+    # error of each includes the rounding of a stored weight and of the difference. Multiplying by the scale and by lr
+    # adds six rounded operations.
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 
@@ -378,8 +379,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"momentum_device": "cuda"}, "momentum_device='cuda' is not one of None, 'cpu'"),
 ]
 
-# Each row gives the name that other packages or older versions use for an option, and the error text that names the
-# correct option.
+# Each row gives a name that other packages or older versions use for an option, and the error text, which contains the
+# correct name.
 SPELLINGS = {
     "num_heads": "is written split_sizes=h",
     "rank_local": "is written process_group=(), tp_group=()",

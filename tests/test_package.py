@@ -15,7 +15,7 @@ import pytest
 from shardmuon import __version__
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src"  # the folder of shardmuon and its satellite packages
+SOURCE = ROOT / "src"  # the folder that contains shardmuon and its satellite packages
 
 pytest.importorskip("build", reason="needs the build package of the extra 'dev'")
 pytest.importorskip("twine", reason="needs the twine package of the extra 'dev'")
@@ -81,7 +81,7 @@ def test_the_wheel_runs_as_a_module_and_as_a_command(built: tuple[Path, Path], t
         wheel.extractall(tmp_path)
         (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
         assert "shardmuon = shardmuon.commands.main:main" in wheel.read(name).decode()
-    # The code prints the path from which shardmuon is imported, and then runs `python -m shardmuon --version`.
+    # The script prints the path from which shardmuon is imported, and then runs `python -m shardmuon --version`.
     code = (
         "import runpy, sys, shardmuon; print(shardmuon.__file__); sys.argv[1:] = ['--version']; "
         "runpy.run_module('shardmuon', run_name='__main__', alter_sys=True)"

@@ -5,9 +5,10 @@
     error of k rounded operations is therefore at most k u. Fused operations round less often, so the bound is valid on
     every machine. A sequential sum of n terms has an error of at most (n - 1) u relative to the sum of absolute values.
 
-    Errors of many terms partly cancel. For terms of either sign, the root mean square of the error is u sqrt(n / 6)
-    relative to the result: the i-th partial sum is about sqrt(i) terms large, and its rounding error is u / sqrt(3) of
-    that. For positive terms, it is u sqrt(n) / 3. While n u is small, u sqrt(n / 6) covers both cases.
+    In a sum of many terms, the rounding errors partly cancel. For terms of either sign, the root mean square of the
+    error is u sqrt(n / 6) relative to the result, because the i-th partial sum is about sqrt(i) times as large as a
+    term, and its rounding error is u / sqrt(3) times the partial sum. For positive terms, the root mean square is
+    u sqrt(n) / 3. While n u is small, u sqrt(n / 6) covers both cases.
 
 [Note: rounding of the steps]
     The effect of rounding on an orthogonalized matrix depends on the matrix, so the bound is measured. The formula is
@@ -18,11 +19,11 @@
     64 times as large. (`test_gram.py` limits the worst error of the Gram form to 8 times that of the standard form.)
 
 [Note: polar factors]
-    An SVD routine returns the exact SVD of a slightly different matrix. The difference is a small multiple of u ||X||,
-    and LAPACK calls the multiple a modest function of the shape. The bound uses the larger side of the matrix, which is
-    more than the multiples seen in practice. An error of norm e moves the polar factor by at most e over the smallest
-    nonzero singular value (by 2 e / (s_i + s_j) between two directions). Singular vectors are orthogonal up to the same
-    multiple of u.
+    An SVD routine returns the exact SVD of a slightly different matrix. The norm of the difference is a small multiple
+    of u ||X||. LAPACK's documentation only says that the factor is a modest function of the shape. The bound uses the
+    larger side of the matrix as the factor, which is more than the factors seen in practice. An error of norm e moves
+    the polar factor by at most e over the smallest nonzero singular value (by 2 e / (s_i + s_j) between two
+    directions). Singular vectors are orthogonal up to the same multiple of u.
 """
 
 from __future__ import annotations
@@ -60,10 +61,8 @@ def sum_roundoff(
 
 def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
     """Assert that tensors, or lists and dicts of tensors, are bitwise equal and have equal dtypes and shapes. Signs of
-    zeros and payloads of NaN count, too.
-
-    Use this function for results of the same arithmetic on different layouts, where no bit may differ.
-    """
+    zeros and NaN payloads count, too. Use this function for results of the same arithmetic on different layouts, where
+    no bit may differ."""
     if isinstance(expected, Mapping):
         assert list(found) == list(expected), f"{what}: found {list(found)}, expected {list(expected)}"
         for key in expected:
@@ -106,8 +105,8 @@ def assert_rounded(
             the number is derived. A sum of n terms counts as n - 1, or as sqrt(n / 6) if its errors can be treated as
             random.
         dtype: Dtype of the roundings. Default: the dtype of `found`, or fp64 for a number.
-        scale: Magnitude relative to which roundings are measured. If terms cancel, pass the sum of their absolute
-            values. Default: the expected value.
+        scale: Magnitude relative to which roundings are measured. For a sum whose terms cancel, pass the sum of their
+            absolute values. Default: the expected value.
         what: Name of the value in the error message.
     """
     dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)
@@ -127,7 +126,7 @@ def assert_rounded(
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float, what: str = "value") -> None:
-    """Assert that ||found - expected|| is at most `bound` * ||expected||. Other functions of this module compute
+    """Assert that ||found - expected|| is at most `bound` * ||expected||. Other functions in this module compute
     suitable bounds."""
     assert found.shape == expected.shape, f"{what}: found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     difference = relative_error(_double(found), _double(expected))

@@ -57,8 +57,8 @@ def _next_step(optimizer: Muon) -> AuditReport:
 
 
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
-    """Assert that a step on the layout `layout` matches a single-process run bitwise, and return the audit report of a
-    second step."""
+    """Assert that a step on the layout `layout` matches a single-process run bitwise, and return the audit report of
+    the next step."""
     given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, **options}
     with warnings.catch_warnings():
         # Hyperball warns about zero weights on ranks that store no element of a matrix.
@@ -100,8 +100,8 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
 IN_FP64 = {"method": "standard", "ns_dtype": torch.float64}
 
 
-# OPTIONS leaves out Nesterov momentum, named schedules and the remaining matmul dtypes, because the random steps of
-# DRAWN cover these options.
+# OPTIONS leaves out Nesterov momentum, named schedules and the remaining matmul dtypes, because the random correct
+# steps in DRAWN cover these options.
 OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"variant": "cautious", "weight_decay": 0.5}),
     (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
@@ -124,17 +124,18 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 )
 def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """An audit must report nothing for a correct step with any options. In the cases with fp64 weights, the state of
-    post-processing stages (NorMuon, ..) stays fp32."""
+    post-processing stages (NorMuon, ..) is nevertheless fp32."""
     for report in world2.run(sound, "fsdp2", dtype, params=("square", "tall", "wide", "experts"), **options):
         assert report.ok and {row.status for row in report.matrices} == {"ok"}, report
         assert max(row.difference / row.allowed for row in report.matrices) < 0.8
 
 
-# These correct steps had the largest rounding errors among many random steps. In some of the steps, rounding changes a
-# whole direction of the update. This happens at a maximum of the polynomial (bf16, fp16 standard), through noise in a
-# null direction (fp16 Gram form), or because the first iteration nearly cancels the largest singular value (seed
-# 1000729). Other steps have post-processing before the cast to fp16 for the exchange, or matrices of ones, in which
-# MuonEq rounds all elements alike. In the step with seed 8500193, torch's own addition updates bf16 weights.
+# Among many random correct steps, these steps had the largest rounding errors. In some of them, rounding changes one
+# direction (a pair of singular vectors) of the update completely. The causes are a maximum of the polynomial (bf16,
+# fp16 standard), noise in a null direction (fp16 Gram form), and a first iteration that nearly cancels the largest
+# singular value (seed 1000729). In other steps, post-processing precedes the cast to fp16 for the exchange, or the
+# matrix is all ones, so that MuonEq rounds all elements alike. In the step with seed 8500193, torch's own addition
+# updates bf16 weights.
 MOVED_MOST = [
     ("bf16", 50170, None),
     ("fp16", 807, None),
@@ -255,7 +256,7 @@ def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) ->
 
 
 def stacked() -> AuditReport:
-    """Audit the second step of a stack of experts whose rows are sharded over two ranks. On both ranks, a patch swaps
+    """Audit the second step on a stack of experts whose rows are sharded over two ranks. On both ranks, a patch swaps
     the first two experts in the tiles of the second rank, which stores the lower half of the rows."""
     original = pieces._tiles_of
 
@@ -308,8 +309,8 @@ def test_a_parameter_in_the_wrong_group_or_in_none_is_named(moved: bool, finding
 
 
 def scheduled(name: str) -> list[str]:
-    """Run ten steps, of which every third is audited. The fault is planted in steps 5 and 7, but only step 7 is also
-    audited."""
+    """Run ten steps, of which every third is audited. The fault is planted in the unaudited step 5 and in the audited
+    step 7."""
     fault = FAULTS[name]
     job = Job("fsdp2", fault.dtype, audit_every=3, **fault.options)
     log = []
@@ -337,8 +338,8 @@ def scheduled(name: str) -> list[str]:
 def test_a_fault_in_an_audited_step_is_raised_or_a_warning_on_every_rank_and_later_steps_go_on(
     world2: RankPool, name: str, seventh: str
 ) -> None:
-    """On every rank, a fault that the user may have intended causes only a warning, and any other fault raises an
-    error. Training can continue after both."""
+    """A fault that the user may have intended causes only a warning, and any other fault raises an error. This must be
+    the same on every rank, and training can continue in both cases."""
     expected = [seventh if step == 7 else f"{step} passed []" for step in range(1, 11)]
     assert world2.run(scheduled, name) == [expected, expected]
 
@@ -401,9 +402,9 @@ def test_every_rank_that_others_connect_hears_of_a_fault_and_no_other_one(
 
 
 def widened_unnoticed() -> AuditReport | None:
-    """Audit the second step of ranks 0 and 1, which share a matrix. After the first step, the option `process_group` is
-    changed from these two ranks to all four. A patch hides the change from the optimizer, so that the optimizer
-    keeps its old plan."""
+    """Take a step on ranks 0 and 1, which share a matrix, and audit their next step. In between, the option
+    `process_group` changes from these two ranks to all four. A patch hides the change from the optimizer, so that the
+    optimizer keeps its old plan."""
     pair = (0, 1) if dist.get_rank() < 2 else (2, 3)
     weight = nn.Parameter(torch.eye(6, 4))
     optimizer = Muon([{"params": [("w", weight)], "process_group": pair}], lr=0.02)

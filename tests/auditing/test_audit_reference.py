@@ -39,7 +39,7 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def result_of(reference: Reference, longer: float = 1.0) -> Tensor:
-    """Return the result of orthogonalizing a matrix that was divided by `longer` times its norm."""
+    """Return the orthogonalization of a matrix that is first divided by `longer` times its norm."""
     out = reference.vectors @ (reference.ratios(longer).unsqueeze(1) * reference.coords)
     return out.T if reference.tall else out
 
@@ -73,8 +73,8 @@ def test_the_reference_is_the_plain_iteration_at_any_scale(shape: tuple[int, int
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
-    """Dividing a matrix by a norm larger than its own gives the same result as adding a row and a column that raise the
-    norm."""
+    """Dividing a matrix by a norm larger than its own gives the same result as first adding a row and a column that
+    raise the matrix's norm to that value."""
     x = _drawn("gauss", 12, 20)
     bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
     bordered[-1, -1] = 0.35 * x.norm()
@@ -107,8 +107,8 @@ def test_the_update_is_recovered_from_the_weights(variant: str | None, scale: fl
 @settings(max_examples=20)
 @given(models())
 def test_pieces_of_every_kind_come_together_to_the_matrix(model: list[tuple[ParamLayout, dict[str, Any]]]) -> None:
-    """The parts that ranks send must contain every element of a matrix exactly once, in the right place. They are
-    computed without the tiles that a step uses."""
+    """The parts of a matrix that ranks send must together contain every element exactly once and in the right place.
+    The test computes the parts without the tiles that a step uses."""
     for layout, options in model:
         full = torch.arange(1.0, math.prod(layout.view.shape) + 1).view(layout.view.shape)
         storage = cut(layout, full)
@@ -137,7 +137,8 @@ BLOCKS = {
     ),
     "the second interval only": (
         matrix_view((8, 6), split_sizes=[3, 1], split_groups=2),
-        # Of the first matrix, the first box contains rows 0 to 3, and the second box contains rows 4 and 5.
+        # The first matrix has rows 0-2 and 4-6 of the tensor. The first box contains the first four of these rows, and
+        # the second box contains the last two.
         (Box((0, 0), (5, 6)), Box((5, 0), (3, 6))),
         [[(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]],
     ),

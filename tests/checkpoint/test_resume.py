@@ -1,5 +1,5 @@
-"""Tests that a job which is saved on one layout and resumed on another stays bitwise identical to an uninterrupted run,
-for various layouts, momentum formats and variants."""
+"""Tests that a job saved on one layout and resumed on another stays bitwise identical to an uninterrupted run, for
+various layouts, momentum formats and variants."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from shardmuon.variants import KEPT_KEYS, VARIANTS, keeping, stages_of
 
 Tensors = Mapping[str, Tensor]
 
-# Most dimensions are not divisible by the number of ranks, so shards are uneven. fsdp2+tp shards the rows over two mesh
-# axes, so some shards are also strided.
+# Most dims are not divisible by the number of ranks, so shards are uneven. The layout "fsdp2+tp" shards the rows over
+# two mesh axes, so some of its shards are also strided.
 SHAPES = {
     "squarish": (14, 15),
     "tall": (35, 11),
     "experts": (7, 6, 10),
-    "wide": (13, 133),  # A row of 133 columns has two blocks of 8-bit momentum.
+    "wide": (13, 133),  # In 8-bit momentum, a row of 133 columns has two quantization blocks.
     "table": (21, 6),
     "late": (7, 5),  # The parameter "late" has no gradient before the checkpoint.
     "frozen": (4, 4),
@@ -57,7 +57,8 @@ KEEPING = [name for name in LATER if keeping(VARIANTS[name])]
 
 
 class Kind(NamedTuple):
-    """A kind of job: the dtype of its weights, how momentum is stored, and the variants of its parameter groups."""
+    """A job configuration: the dtype of the weights, the storage options of the momentum, and the variants of the
+    parameter groups."""
 
     dtype: torch.dtype = torch.float32
     storage: Mapping[str, Any] = MappingProxyType({})
@@ -121,7 +122,8 @@ class Job:
             self.optimizer.step()
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's local weights and optimizer state, keyed by state key and parameter name."""
+        """Return this rank's local weights and optimizer state as nested dicts, keyed by state key and then by
+        parameter name."""
         out: dict[str, dict[str, Tensor]] = {"weights": {n: p.detach() for n, p in self.model.named_parameters()}}
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -207,8 +209,8 @@ def _resume(layout: str, path: str, form: str, kind: str, expected: Mapping[str,
         wrong = {"lr": 9.0, "momentum": 0.1, "betas": (0.1, 0.2), "adjust_lr_fn": "spectral", "nesterov": False}
         group.update({key: value for key, value in wrong.items() if key in group})
     if form == "flat" or kind == "variants":
-        # The job first takes steps on other data, which create a plan, momentum and step counts. Loading must replace
-        # all of these.
+        # The job first takes steps on different data, which create a plan, momentum and step counts. Loading the
+        # checkpoint must replace all of these.
         job.run(range(50, 52))
     if form == "ours":
         checkpoint.load(path, job.model, job.optimizer)
@@ -237,8 +239,8 @@ PLAIN_SHARDS = [name for name, row in LAYOUTS.items() if row.plain_shards and no
 # Each case gives the layout on which a job is saved, the layout on which it is loaded, the checkpoint format and the
 # kind of job. The formats "torch", "flat", "async", "full" and "broadcast" use torch's functions: "flat" flattens the
 # optimizer's state dict, "async" saves while steps run, and "full" and "broadcast" save one file, which every rank or
-# only rank 0 reads. The format "ours" uses shardmuon's functions. 8-bit momentum is used only on layouts that split
-# none of its blocks.
+# only rank 0 reads. The format "ours" uses shardmuon's functions. 8-bit momentum is used only on layouts that do not
+# split its quantization blocks.
 RESUMES = [
     (GRID, TWO, "torch", "plain"),
     *((*pair, "torch", "variants") for pair in ((ONE, EXPERTS), (EXPERTS, ONE), (GRID, EXPERTS), (EXPERTS, HSDP))),

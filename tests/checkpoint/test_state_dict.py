@@ -1,5 +1,5 @@
-"""Tests of state dicts and checkpoint files on one process: what they restore, and that a file that does not match the
-optimizer is refused as a whole."""
+"""Tests of state dicts and checkpoint files in one process. Loading must restore the optimizer, or reject the whole
+file if the file does not match the optimizer."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32_until_a_gradient_says_otherwis
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("how", ["loaded", "copied"])
 def test_a_run_of_torchs_muon_goes_on_here_with_equal_bits(how: str, dtype: torch.dtype) -> None:
-    """A run of torch.optim.Muon must continue bitwise in shardmuon. It continues either from torch's state dict, which
-    includes the options, or from state that is copied as docs/migration.md shows."""
+    """A run of torch.optim.Muon must continue bitwise in shardmuon. It can continue from torch's state dict, which
+    includes the options, or from state that is copied as shown in docs/migration.md."""
     theirs = [nn.Parameter(torch.full(s, 0.5, dtype=dtype)) for s in ((4, 3), (6, 9))]
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
     old = torch.optim.Muon(theirs, **options)
@@ -148,12 +148,12 @@ def test_numbers_that_require_grad_are_numbers() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A test case: the model whose checkpoint file is loaded, and the optimizer that loads it."""
+    """A test case, with the model whose checkpoint file is loaded and the optimizer that loads it."""
 
     options: tuple[tuple[str, Any], ...] = ()  # options of the optimizer that loads the file
     tied: bool = False  # True if both layers share one weight
     frozen: bool = False
-    empty_at: int | None = None  # position of a parameter group without parameters
+    empty_at: int | None = None  # index at which the optimizer gets a parameter group without parameters
     # None if torch can create the optimizer's state before loading. Otherwise, this is the reason why torch cannot: an
     # empty string if gradients exist, or the text of the error that interrupted an earlier step.
     busy: str | None = None
@@ -229,8 +229,8 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
 
 
 def test_a_broken_step_or_one_under_way_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving is refused while a step runs. After an error has interrupted a step, saving is refused until the user
-    accepts the optimizer's state."""
+    """Saving must raise an error while a step runs. After an error has interrupted a step, saving must raise an error
+    until the user accepts the optimizer's state."""
     (model, optimizer), said, whole = two(), list[str](), Buckets.run
 
     def save(says: str) -> None:

@@ -1,5 +1,5 @@
-"""Tests of process groups: which groups the optimizer creates, with which time-outs, and what happens when they are
-destroyed and created again."""
+"""Tests of the process groups that the optimizer creates: their ranks, their timeouts, and their recovery after they
+are destroyed and created again."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _join(store: str) -> None:
 
 
 def _own_and_destroyed(store: str) -> tuple[list[timedelta | None], str]:
-    """Return the time-outs of the default group and of the groups that shardmuon creates, and the text of the error
-    that `prepare` raises after torch's process groups have been destroyed."""
+    """Return the timeouts of the default group and of the groups that shardmuon creates. Also return the text of the
+    error that `prepare` raises after torch's process groups have been destroyed."""
     _join(store)
     made = [timeout_of(dist.group.WORLD)]
     parent = dist.new_group([0, 1], timeout=PARENTS)

@@ -1,5 +1,5 @@
-"""Tests of the vote before a step, simulated and on real ranks: which ranks form a connected component, and that all
-ranks of a component get the same result."""
+"""Tests of the vote before a step, both simulated and on real ranks. Ranks that share parameters, directly or through
+other ranks, form a connected component, and all ranks of a component must get the same result."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_every_message_is_counted_once_on_every_rank() -> None:
 
 
 def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
-    """Return the message that the rank `rank` sends in a vote of the ranks `own`."""
+    """Return the message that the rank `rank` sends in a vote among the ranks `own`."""
     found = list[voting._Message]()
     lane = SimpleNamespace(me=own.index(rank), merge=lambda message, *_: found.append(message) or message)
     with mock.patch.object(groups.Lane, "over", return_value=lane):
@@ -110,8 +110,8 @@ def sent(ballot: Ballot, rank: int, own: Ranks) -> voting._Message:
 
 
 def voted(ballots: dict[int, Ballot]) -> Ballot:
-    """Return the result of a vote of simulated ranks, given the ballot of each rank. The messages of the ranks are
-    merged in both orders, and the two merged messages must be equal."""
+    """Return the result of a vote among simulated ranks, given each rank's ballot. The messages are merged in rank
+    order and in reverse order, and both merged messages must be equal."""
     own = tuple(sorted(ballots))
     messages = [sent(ballots[rank], rank, own) for rank in own]
     one, other = (reduce(voting._merged, order) for order in (messages, messages[::-1]))
@@ -174,8 +174,8 @@ ALL = (0, 1, 2)
 
 
 def _most_bits() -> bool:
-    """Vote with the largest allowed number of presence bits, of which each states that a gradient exists, and with
-    digests that differ between ranks. Then check that shards which need more bits than allowed are refused."""
+    """Vote with the largest allowed number of presence bits, each of which states that a gradient exists, and with
+    digests that differ between ranks. Then check that shards that need more bits than allowed raise an error."""
     rank, most = dist.get_rank(), (1 << MOST_BITS) - 1
     ballot = Ballot(Phase.STEP, Flag.AUDIT, {ALL: b"%d" % rank}, most >> rank)
     assert vote(ballot, ALL) == Ballot(Phase.STEP, Flag.AUDIT | Flag.UNLIKE, presence=most)
@@ -190,8 +190,8 @@ def _most_bits() -> bool:
 
 
 def test_a_vote_has_room_for_half_a_million_gradients_and_more_are_refused_on_every_rank(world3: RankPool) -> None:
-    """A message that does not fit into gloo's buffer would abort the process. A vote about more gradients than a
-    message can describe must therefore be refused."""
+    """A message that does not fit into gloo's buffer would abort the process. A vote on more gradients than a message
+    can describe must therefore raise an error on every rank."""
     assert MOST_BITS > 500_000
     assert world3.run(_most_bits) == [True] * 3
 
@@ -206,7 +206,7 @@ def _refusal(call: Callable[[], object]) -> tuple[str, type[BaseException] | Non
 
 def _fault_on_one(family: Family, culprit: int) -> tuple[Ranks, Ballot, set[str]]:
     """Plant a fault on the rank `culprit`. Return the connected component of the calling rank, the result of a vote,
-    and the texts of the errors that `discover` and `gather` raise."""
+    and the error texts of `discover` and `gather`."""
     rank = dist.get_rank()
     known = discover(sets_of(family, rank), rank, Fault())
     own = tuple(known)
@@ -286,8 +286,8 @@ def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(name: s
 
 
 def _late(closes: bool) -> tuple[str, float]:
-    """Leave rank 3 of four out of a vote. Rank 3 either closes its lane or stays silent until the other ranks time out
-    after one second. Returns the error text and the elapsed seconds."""
+    """Leave rank 3 of four out of a vote. Rank 3 either closes its lane (the ranks' communication channel) or stays
+    silent until the other ranks time out after one second. Return the error text and the elapsed seconds."""
     ranks = tuple(range(4))
     vote(Ballot(Phase.STEP), ranks)  # The first vote opens all connections.
     lane = groups.Lane.over(ranks)
@@ -298,7 +298,8 @@ def _late(closes: bool) -> tuple[str, float]:
             vote(Ballot(Phase.STEP), ranks)
         text = str(caught.value)
     elif closes:
-        # After an exception, both `Muon` and QK-clip may close the same lane, so closing it twice must be harmless.
+        # After an exception, both `Muon` and QK-clip may close the same lane (communication channel), so closing it
+        # twice must be harmless.
         for _ in range(2):
             groups.Lane.close_over(ranks)
     took = time.monotonic() - began
@@ -313,6 +314,6 @@ def test_a_rank_that_does_not_vote_is_named_or_its_block(closes: bool, world4: R
     found = world4.run(_late, closes)[:3]
     assert "rank 3, or one that it waits for, does not answer" in found[2][0] and "a vote (STEP)" in found[2][0]
     assert all("nothing on this rank" in text for text, _ in found)
-    # If rank 3 closes its lane, the ranks that wait for it fail at once, and so do the ranks that wait for those ranks.
-    # Otherwise all of these ranks time out.
+    # If rank 3 closes its lane (communication channel), the ranks that wait for it fail at once, and so do the ranks
+    # that wait for those ranks. Otherwise, all of these ranks time out.
     assert all(took < 10 if closes else 0.7 < took < 15 for _, took in found)

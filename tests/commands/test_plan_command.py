@@ -1,4 +1,4 @@
-"""Tests of `shardmuon plan`: its output, the files it writes, and the arguments it refuses."""
+"""Tests of `shardmuon plan`: its output, the files it writes, and the arguments it rejects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report() -> Report:
 
 
 def row_of(report: Report, name: str) -> str | None:
-    """Return the second column of the row `name` in the report's text; None if there is no such row."""
+    """Return the second column of the row `name` in the report's text, or None if there is no such row."""
     found = (line for line in report.text(width=1000).splitlines() if line.startswith(f"{name}  "))
     line = next(found, None)
     return None if line is None else line.removeprefix(name).strip()
@@ -101,7 +101,7 @@ def test_wrong_input_is_told_what_to_write(
     words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # None in sys.modules makes `import transformers` fail.
+    monkeypatch.setitem(sys.modules, "transformers", None)  # With None in sys.modules, `import transformers` fails.
     model = "import torch\nbuild = torch.nn.ModuleDict({'experts': torch.nn.Linear(4, 4)})"
     for name, text in {"there.json": "{}", "there.py": model, "gpu.yaml": "a: ["}.items():
         Path(name).write_text(text)
@@ -113,8 +113,8 @@ def test_wrong_input_is_told_what_to_write(
 
 
 def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, report: Report) -> None:
-    """Halving every peak rate doubles the time of matmuls. docs/foresight.md must document every number of a hardware
-    file."""
+    """Halving all peak rates must double the predicted matmul time. docs/foresight.md must document every number in a
+    hardware file."""
     text = (Path(hardware_module.__file__).parent / "data" / "hardware" / "h100.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(re.sub(r"(?m)^(  peak \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text))
     mine = plan("gpt2-xl", "shard=4", gpu=tmp_path / "mine.yaml").price
@@ -139,13 +139,13 @@ def test_units_are_those_that_people_read(report: Report) -> None:
 
 
 def _with_memory(report: Report, size: float) -> Report:
-    """Return the report for a machine whose memory has `size` bytes."""
+    """Return the report for a machine with `size` bytes of memory."""
     number = replace(report.hardware["memory_bytes"], rows={1.0: [(1.0, size, size, size)]})  # type: ignore[type-var]
     hardware = replace(report.hardware, numbers={**report.hardware.numbers, "memory_bytes": number})
     return replace(report, hardware=hardware)
 
 
-# For each option of `Muon`: a value that is not the default, and whether this value changes the plan or its counts.
+# Each option of `Muon`, with a non-default value and a flag that is True if this value changes the plan or its counts.
 OPTIONS: dict[str, tuple[Any, bool]] = {
     "lr": (torch.tensor(0.1), False),
     "weight_decay": (0.0, False),
@@ -155,7 +155,8 @@ OPTIONS: dict[str, tuple[Any, bool]] = {
     "ns_steps": (3, True),
     "adjust_lr_fn": ("match_rms_adamw", False),
     "variant": ("normuon", True),
-    # `plan` makes no process groups and takes the ranks from the mesh, so these two options change nothing.
+    # `plan` takes the ranks from the mesh and creates no process groups, so `process_group` and `tp_group` change
+    # nothing.
     "process_group": (None, False),
     "tp_group": (None, False),
     "method": ("gram", True),
@@ -183,7 +184,8 @@ def test_plan_takes_every_option_of_muon() -> None:
 
 
 def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -> None:
-    """The model name contains HTML, which must be escaped."""
+    """The page must be complete and load nothing from elsewhere. The model name in this test contains HTML, which must
+    be escaped."""
     path = tmp_path / "out.html"
     replace(report, exact=replace(report.exact, model="<script>alert(1)</script>")).write_html(path)
     text = path.read_text()
@@ -230,7 +232,7 @@ def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
     need = kept + more
     for have, word in (
         (kept / 1.01, "does not fit"),
-        # The plan gives an upper bound on the memory of a step, so the step may still fit into slightly less memory.
+        # The plan gives an upper bound on a step's memory, so the step may still fit into slightly less memory.
         (kept + 0.9 * more, "may not fit"),
         (need / 0.95, "tight"),
         (need / 0.5, "fits"),

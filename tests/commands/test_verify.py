@@ -30,8 +30,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def rows_of(pool: RankPool, *words: str) -> list[dict[str, str]]:
-    """Run `shardmuon verify` on a pool and return the rows of the table that it prints. In all layouts, results must be
-    bitwise equal to the reference."""
+    """Run `shardmuon verify` on a pool, and return the rows of the table that it prints. Results must be bitwise equal
+    to the reference on all layouts."""
     out = io.StringIO()
     with mock.patch.object(verify, "RankPool", return_value=nullcontext(pool)), redirect_stdout(out):
         assert main(["verify", "--ranks", str(pool.world_size), *words]) == 0, out.getvalue()
@@ -56,7 +56,7 @@ def test_a_row_is_measured(shown: dict[str, str]) -> None:
         "max rel diff": "0.00e+00",
         "bitwise": "yes",
         "= torch": "yes",
-        "collectives": "3",  # The three collectives of a step are one vote and two exchanges.
+        "collectives": "3",  # A step takes three collectives: one vote and two exchanges.
     }
 
 
@@ -65,14 +65,14 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, shown: dict[str, 
     assert normed["layout"] == "fsdp2 hyperball" and normed["= torch"] == "-"
     assert int(normed["collectives"]) == int(shown["collectives"]) + 1
     assert int(normed["bytes/rank"]) == int(shown["bytes/rank"]) + 8 * int(shown["matrices"])
-    # In the layout "single", each rank has its own matrices, so ranks do not communicate.
+    # In the layout "single", each rank has its own matrices, so the ranks do not communicate.
     _, alone = rows_of(world2, "--layout", "single", "--variant", "hyperball")
     assert (alone["collectives"], alone["bytes/rank"]) == ("0", "0")
 
 
 def _damaged(layout: str, name: str, damage: Callable[..., object], rank: int) -> Comparison:
-    """Compare one step with the dense reference. On the rank `rank`, `damage` is called once after the function `name`
-    of the step, and changes what this function has written."""
+    """Compare one step with the dense reference. On the rank `rank`, `damage` corrupts the tensors that the function
+    `name` has just written, but only in the first call of this function."""
     given: dict[str, Any] = {"steps": 1, "lr": 0.02}
     original, left = getattr(update, name), [damage] if dist.get_rank() == rank else []
 
@@ -112,7 +112,8 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 def test_rows_of_deepspeed_keep_the_contract(deepspeed_pools: dict[int, RankPool]) -> None:
     (cells,) = rows_of(deepspeed_pools[3], "--layout", "zero3")
     assert cells["NS runs"] == cells["matrices"] == "58", cells
-    # The step of a flat buffer has one vote and two exchanges. The collectives of all flat buffers are counted.
+    # A step on one flat buffer takes one vote and two exchanges. The count includes the collectives of all flat
+    # buffers.
     assert int(cells["collectives"]) >= 3
     assert int(cells["bytes/rank"]) > 1000
 

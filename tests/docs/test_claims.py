@@ -1,4 +1,4 @@
-"""Tests that CLAIMS.md, the table of the tests' claims, is complete."""
+"""Tests that CLAIMS.md, the table of what each test checks, is complete."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CLAIM = re.compile(r"^- .+ \(`(?P<file>[\w/]+\.py)::(?P<test>test_\w+)`\)$")
 
 
 def claimed() -> list[tuple[str, str]]:
-    """Return the file and the test name of every claim. A line that begins like a claim must have the format of a
-    claim."""
+    """Return the file and the test name of every claim in CLAIMS.md. A line that begins like a claim must have the
+    format of a claim."""
     lines = [line for line in (TESTS / "CLAIMS.md").read_text().splitlines() if line.startswith("- ")]
     found = [CLAIM.match(line) for line in lines]
     assert [line for line, match in zip(lines, found, strict=True) if match is None] == []

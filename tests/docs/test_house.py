@@ -1,4 +1,5 @@
-"""Tests of the counts of scripts/house.py, on small sources and on a chain of calls that was counted by hand."""
+"""Tests of the code statistics that scripts/house.py counts, on small sources and on a chain of calls that was counted
+by hand."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ TOP = """
 
 
 def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path: Path) -> None:
-    """The expected calls are one of `top`, two of `leaf`, one of the generator `numbers`, two of `len` and one of
-    `sum`. Python functions in files outside the watched folder are not counted."""
+    """The expected calls are one to `top`, two to `leaf`, one to the generator `numbers`, two to `len` and one to
+    `sum`. Calls to Python functions in files outside the watched folder are not counted."""
     leaves = run(tmp_path / "deep" / "leaves.py", LEAVES)
     outside = run(tmp_path.parent / "outside.py", "def outside(): return len('')")["outside"]
     top = run(tmp_path / "top.py", TOP, leaf=leaves["leaf"], numbers=leaves["numbers"], outside=outside)["top"]
@@ -205,10 +206,12 @@ def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
 
 
 def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
-    """With four shards, the owner sends three quarters of the matrix and every other rank one quarter, so the owner
-    sends twice the mean. With two replicas of two shards, the two ranks of one replica each send half of the matrix
-    to each other and half to the other replica. The ranks of the other replica send nothing, so the first two ranks
-    send twice the mean."""
+    """The test checks how unevenly ranks send: the bytes of the busiest rank, divided by the mean.
+
+    With four shards, the owner sends three quarters of the matrix, and each other rank sends one quarter, so the owner
+    sends twice the mean. With two replicas of two shards, only the replica that contains the owner sends. Each of its
+    two ranks sends half of the matrix to the other one and half to the other replica, so both send twice the mean.
+    """
     from shardmuon.layout.mesh import Shard
 
     assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0

@@ -1,4 +1,4 @@
-"""Tests of those rules in CONTRIBUTING.md that a script can check."""
+"""Tests of the rules in CONTRIBUTING.md that a script can check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYWORDS = {"atol", "rtol"}
 
 def loose(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the source text of every tolerance in a module. A tolerance is a keyword such as atol, or a
-    small literal that bounds a measured number from above."""
+    small literal as the upper limit of a measured number."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -37,7 +37,8 @@ def holds_small(side: ast.expr) -> bool:
 
 
 def test_tolerances_live_in_the_named_helpers() -> None:
-    # The environments in which the tests of site, stack and zoo run may lack the helper modules of tests/.
+    # Tests in the folders site, stack and zoo run in environments of their own, which may lack the helper modules of
+    # tests/.
     apart = {"site", "stack", "zoo"}
     paths = [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name not in apart]
     assert [f"{path}:{line}: {text}" for path in paths for line, text in loose(path.read_text())] == []
