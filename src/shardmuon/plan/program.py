@@ -29,7 +29,7 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-_ALIGNMENT = 64  # alignment in bytes; equal alignment makes a result independent of the matrix's place in a batch
+_ALIGNMENT = 64  # in bytes; with equal alignment, a result does not depend on the matrix's place in the batch
 
 
 def aligned(numel: int, itemsize: int) -> int:
@@ -39,7 +39,8 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 class BufferPlace(NamedTuple):
-    """Place of a block in a buffer: offset of the block's first element, and stride of each dim, in elements."""
+    """Place of a block in a buffer, given by the offset of the block's first element and the stride of each dim, in
+    elements."""
 
     start: int
     strides: Ints
@@ -47,7 +48,7 @@ class BufferPlace(NamedTuple):
 
 class Copy(NamedTuple):
     """A copy of a block of elements between two buffers, in either direction. All strides are nonzero, so that no two
-    elements of the block have the same place."""
+    elements of the block share a place."""
 
     sizes: Ints
     here: BufferPlace
@@ -84,7 +85,8 @@ class _Batch(NamedTuple):
     Attributes:
         items: Indices of the matrices in the plan's items.
         shape: (number of matrices, rows, cols).
-        start, stride: Matrix k of the batch begins at element start + k * stride of the buffer of batches.
+        start, stride: Matrix k of the batch begins at element start + k * stride of the buffer that contains all
+            batches.
     """
 
     items: tuple[int, ...]
@@ -97,8 +99,8 @@ class Wire(NamedTuple):
     """One exchange, as seen by one rank.
 
     Attributes:
-        sent, came: For each rank of the bucket, the number of elements that are sent to this rank, and received from
-            it.
+        sent, came: For each rank of the bucket, the number of elements that are sent to it, and the number received
+            from it.
         tiles: Tiles of this rank's storage that are sent (gather) or received (scatter, relay).
         copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
             owns.
@@ -138,8 +140,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-        """Make the program of one rank for a bucket. `missing`: indices of parameters that are left out because they
-        have no gradient in this step."""
+        """Make the program of one rank for a bucket. `missing` contains the indices of parameters that are left out
+        because they have no gradient in this step."""
         numbers = [n for n in bucket.items if plan.items[n].param not in missing]
         numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
         items = [plan.items[n] for n in numbers]
@@ -153,14 +155,14 @@ class Program:
                     ways[phase, rank == sender, receiver if rank == sender else sender].append(part)
 
         def in_batches(param: int, tile: Tile) -> BufferPlace:
-            """Return the place of a tile of an owned matrix in the buffer of batches."""
+            """Return the place, in the buffer of batches, of a tile of an owned matrix."""
             offset, strides = tile.in_matrix(plan.specs[param].layout.view)
             return BufferPlace(slots[param, tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before`: tiles that the
-            previous exchange received, some of which must be sent on in this exchange. `kept`: True to include state
-            values of matrices."""
+            """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before` contains the tiles
+            that the previous exchange received, some of which must be forwarded in this exchange. If `kept` is True,
+            state values of matrices are included."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -189,8 +191,8 @@ class Program:
 
 _Part = tuple[int, Tile, int]  # (index of a parameter, tile, index of a state tensor in `Spec.kept` or -1)
 _Phase = Literal["scatter", "relay"]
-# Dict from a tuple (phase, True for sending or False for receiving, rank at the other end) to the parts of results that
-# a rank sends or receives.
+# Parts of results that a rank sends or receives. The keys are tuples (phase, True for sending or False for receiving,
+# rank at the other end).
 _Ways = defaultdict[tuple[_Phase, bool, int], list[_Part]]
 
 
@@ -202,7 +204,7 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:
-    """Assign places in one buffer to the matrices that this rank owns, which are sorted by `_batch_key`. Returns the
+    """Assign places in one buffer to the matrices that this rank owns, which are sorted by `_batch_key`. Return the
     batches, the offset of each matrix, and the buffer's size in elements."""
     found, slots, end = list[_Batch](), dict[tuple[int, int], int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
@@ -215,9 +217,9 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Bat
 
 
 def _results(plan: Plan, item: Item, rank: int) -> Iterator[tuple[_Phase, int, int, _Part]]:
-    """Yield all parts of a matrix's result that a rank sends or receives, as (phase, sender, receiver, part). Parts
-    that an owner stores itself have the owner as sender and receiver. Some of the yielded parts can have other ranks as
-    sender and receiver; the caller skips these."""
+    """Yield all parts of a matrix's result that `rank` sends or receives, as (phase, sender, receiver, part). For parts
+    that the owner itself stores, the owner is both sender and receiver. Some of the yielded parts can be exchanged
+    between two other ranks; the caller skips them."""
     spec = plan.specs[item.param]
     layout, tiles = spec.layout, spec.layout.tiles[item.matrix]
     holders: Collection[int] = tiles
@@ -246,9 +248,9 @@ def _packed(
     ways: _Ways, phase: _Phase, sends: bool, bucket: Bucket, kept: bool
 ) -> tuple[Ints, tuple[Load, ...], tuple[KeptLoad, ...]]:
     """Assign places in the buffer of an exchange to the parts that a rank sends or receives. Parts are ordered by the
-    rank at the other end; for each such rank, tiles come before state values. State values are left out unless
-    `kept`. Returns the number of elements for each rank, the tiles with their places, and the state values with
-    their places."""
+    rank at the other end; for each such rank, tiles come before state values. State values are left out unless `kept`
+    is True. Return the number of elements for each rank, the tiles with their places, and the state values with their
+    places."""
     at, splits, loads, numbers = 0, list[int](), list[Load](), list[KeptLoad]()
     for other in bucket.ranks:
         first = at
@@ -264,7 +266,7 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """Make the copies that move received tiles to their places in the send buffer of the next exchange."""
+    """List the copies that move received tiles to their places in the send buffer of the next exchange."""
     # Matrix, start and sizes identify a tile. `Tile.held`, the location in storage, differs between replicas.
     places = {(load.param, load.tile[:3]): load.place for load in came}
     found = ((to, places.get((to.param, to.tile[:3]))) for to in sent)

@@ -26,15 +26,15 @@ _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
     "linear",  # one matrix; rows are outputs
     "matrices",  # one or more matrices, known from the module's type
-    "bare",  # one matrix, judged by shape alone, because the module's type is unknown
-    "stack",  # several matrices, judged by shape alone
+    "bare",  # one matrix, recognized only by its shape, because the module's type is unknown
+    "stack",  # several matrices, recognized only by their shape
     "embedding",
     "router",  # one matrix whose rows choose experts
     "norm",
     "entries",  # not a linear map: vectors, tables, rates, biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
     "pairs",  # the last dim is 2, as if complex numbers were stored as pairs of real numbers
-    "unclear",  # the shape is known, but not how to read the parameter as matrices
+    "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices
     "unknown",  # the parameter's unsharded shape cannot be determined
 ]
 
@@ -45,13 +45,13 @@ class Role:
 
     Attributes:
         kind: "linear", "embedding", "norm" etc., see `_Kind`.
-        reason: Reason, shown in the routing table, why the parameter is assigned to Muon or AdamW. For "unclear" and
-            "unknown", a description of the problem and its solution, for an error message.
-        view: Options of `matrix_view` that read the parameter as matrices. Parameters that AdamW gets by default can
-            have such options as well, because the user can assign these parameters to Muon.
-        reads: Input widths (numbers of features) of the parameter, as far as they are known.
+        reason: Reason for the assignment to Muon or AdamW, as shown in the routing table. For the kinds "unclear" and
+            "unknown", an error text that describes the problem and its solution.
+        view: Options of `matrix_view` that read the parameter as matrices. Parameters that are assigned to AdamW by
+            default can have such options as well, because the user can assign them to Muon.
+        reads: Numbers of input features of the parameter, as far as they are known.
         decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
-        remark: Addition to the reason, such as a "fused?" hint, for parameters that Muon gets by default.
+        remark: Addition to the reason, such as a "fused?" hint, for parameters that are assigned to Muon by default.
     """
 
     kind: _Kind
@@ -63,8 +63,8 @@ class Role:
 
     @property
     def use_muon(self) -> bool:
-        """True if Muon gets the parameter by default, because it consists of one or more matrices that map inputs to
-        outputs."""
+        """True if the parameter is assigned to Muon by default, because it consists of one or more matrices that map
+        inputs to outputs."""
         return self.kind in ("linear", "matrices", "bare", "stack")
 
     @classmethod
@@ -89,7 +89,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    # The module must be another version of the type, or an unrelated class with the same name.
+                    # An error means that the module is another version of the type, or an unrelated class with the same
+                    # name.
                     continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)
@@ -141,7 +142,7 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    is_inputs_first = getattr(experts, "is_transposed", named)  # True if the stack is stored as (E, inputs, outputs)
+    is_inputs_first = getattr(experts, "is_transposed", named)  # True if the stack has shape (E, inputs, outputs)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 
 
@@ -263,8 +264,8 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Presets for experts: known classes, and any class that has transformers' attributes for the order in which weights
-    # are stored.
+    # Presets for experts, which match known classes and any class with the attributes in which the library transformers
+    # records the order of stored weights.
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))
