@@ -435,7 +435,7 @@ class Muon(Core, Optimizer):
             dict can contain any option from `lr` to `tp_group`, and the following options. ``use_muon`` (default:
             True): if False, AdamW updates the group, with its ``lr``, ``weight_decay``, ``betas`` (default: (0.9,
             0.95)) and ``eps`` (default: 1e-8). ``view``, ``split_sizes``, ``split_groups`` and ``transposed`` define
-            which matrices a parameter holds, see `shardmuon.layout.views.matrix_view`.
+            which matrices a parameter holds (see `shardmuon.layout.views.matrix_view`).
         lr: Learning rate, a float or a one-element tensor. Required, even if every group has its own learning rate. See
             docs/learning_rate.md.
         weight_decay: Factor wd of the decay.
@@ -483,8 +483,8 @@ class Muon(Core, Optimizer):
         adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
-        overrides: Changes to the default choice of which of the module's parameters Muon updates, see
-            `shardmuon.param_groups`.
+        overrides: Changes to the default choice of which of the module's parameters Muon updates (see
+            `shardmuon.param_groups`).
 
     Raises:
         ValueError: An option or a parameter is invalid. The message names it, shows the invalid value, and suggests a

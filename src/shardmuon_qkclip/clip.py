@@ -314,8 +314,8 @@ def _largest_logits(
         query: Queries. For a DTensor, this rank's part is used.
         key: Keys. For a DTensor, this rank's part is used. If several query heads share a key head, there are fewer key
             heads than query heads.
-        attn_mask: Attention mask. Finite values that a float mask adds to logits are ignored, see [Note: what is
-            measured].
+        attn_mask: Attention mask. Finite values that a float mask adds to logits are ignored (see [Note: what is
+            measured]).
         is_causal: If True, query i attends only to keys 0 to i.
         scale: Scale of the softmax. Default: 1 / sqrt(E).
         chunk: Number of logits to compute at a time. At least one row of each head is computed.
@@ -372,7 +372,7 @@ _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
 
 
 class _Watch(TorchFunctionMode):
-    """Context manager that measures the logits of one attention layer, see [Note: where it is measured].
+    """Context manager that measures the logits of one attention layer (see [Note: where it is measured]).
 
     Args:
         found: Function that is called with the largest logit of each head for each intercepted call.

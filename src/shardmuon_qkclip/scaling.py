@@ -126,7 +126,7 @@ class Scaler(TableCall[_Bound]):
         optimizer: The optimizer that steps the weights.
         layers: The attention layers to scale.
         tau: Largest allowed logit.
-        alpha: Exponent of the factor for the queries, in [0, 1], see [Note: the rule].
+        alpha: Exponent of the factor for the queries, in [0, 1] (see [Note: the rule]).
         process_group: Ranks that train the same weights on other batches. Required only if the sharding of the weights
             does not reveal these ranks.
         params: Mapping from name to parameter of the model.
@@ -422,7 +422,7 @@ def _gains(
     maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # shape (num_groups,), fp32
-    """Compute the factor g of each key head, see [Note: the rule]."""
+    """Compute the factor g of each key head (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
     # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is

@@ -114,7 +114,7 @@ _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Return the batch size, a power of two, for matrices of this shape on this kind of device."""
+    """Return the batch size, a power of two, for matrices of this shape on this type of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -152,8 +152,8 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 _HALVES = (torch.float16, torch.bfloat16)
 _SPLIT = 2.0**11  # fp16 has 11-bit significands, so this factor scales its rounding errors up to fp16's range
 _MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; even 8 blocks would compute 36/64 of it
-# Number of FLOPs that one thread executes in time 2c, where c is the overhead of one row block: see [Note: number
-# of blocks].
+# Number of FLOPs that one thread executes in time 2c, where c is the overhead of one row block (see [Note: number
+# of blocks]).
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
 _OVERHEAD_AMX = 120e6  # FLOPs in time 2c for bf16 on CPUs with AMX
 
@@ -432,15 +432,15 @@ def _newton_schulz(
     return y
 
 
-# For each dtype, the largest allowed product of the coefficients a between two restarts, see [Note: restarts]. The
+# For each dtype, the largest allowed product of the coefficients a between two restarts (see [Note: restarts]). The
 # limit of 42 allows three of Jordan's steps or two steps of Polar Express.
 _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
-# aspect ratio n/m above which a local restart takes less work than a restart from X, see [Note: restarts]
+# aspect ratio n/m above which a local restart takes less work than a restart from X (see [Note: restarts])
 _LOCAL_ASPECT = 7 / 3
 
 
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if the Gram form restarts an m x n matrix (m <= n) locally, without X: see [Note: restarts]."""
+    """True if the Gram form restarts an m x n matrix (m <= n) locally, without X (see [Note: restarts])."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
 
 

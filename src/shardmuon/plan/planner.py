@@ -466,7 +466,7 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
     for one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    # The Gram matrices of a batch have at most 3 * 2**20 elements, see `orthogonalize.batch_size`.
+    # The Gram matrices of a batch have at most 3 * 2**20 elements (see `orthogonalize.batch_size`).
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.

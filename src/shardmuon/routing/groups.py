@@ -189,13 +189,13 @@ def param_groups(
             see docs/learning_rate.md; the table shows it as a multiple of `lr`.
         weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
             returned groups.
-        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. If None, the groups use the
+        adjust_lr_fn: Learning-rate scale of Muon's groups (see `shardmuon.Muon`). If None, the groups use the
             optimizer's own setting.
         overrides: (pattern, choice) pairs, as a list or a dict; the first pair whose pattern matches a parameter
             applies. A pattern is a glob over parameter names or a predicate (name, parameter, module) -> bool. A choice
             is "muon", "adamw" or a dict of group options, such as ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``.
             A dict without ``use_muon`` does not change the routing.
-        tp_group: Tensor-parallel process group over which plain parameters are sharded, see docs/tensor_parallel.md.
+        tp_group: Tensor-parallel process group over which plain parameters are sharded (see docs/tensor_parallel.md).
 
     Returns:
         The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``. `print`
@@ -278,8 +278,8 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    # AdamW's updates have a root mean square of 0.2 times its lr, see docs/learning_rate.md. Results are rounded to six
-    # digits. A result that differs from 1 only by rounding errors thus becomes exactly 1.
+    # AdamW's updates have a root mean square of 0.2 times its lr (see docs/learning_rate.md). Results are rounded to
+    # six digits, so that results that should be 1 become exactly 1 despite rounding errors.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
 
 

@@ -44,7 +44,7 @@ class Role:
     """The role of a parameter in its model, and how to read the parameter as matrices.
 
     Attributes:
-        kind: "linear", "embedding", "norm" etc., see `_Kind`.
+        kind: "linear", "embedding", "norm" etc. (see `_Kind`).
         reason: Reason for the assignment to Muon or AdamW, as shown in the routing table. For the kinds "unclear" and
             "unknown", an error text that describes the problem and its solution.
         view: Options of `matrix_view` that read the parameter as matrices. Parameters that are assigned to AdamW by
@@ -108,7 +108,7 @@ class _Preset:
         view: Function that returns the options of `matrix_view`. Its arguments are the module and the weight's global
             shape, because the parameter itself may be a placeholder. If the function raises an error, or if the sizes
             do not fit the weight, the entry is skipped, since the module must be an unrelated class with the same name.
-        kind: "matrices", "entries" etc., see `_Kind`.
+        kind: "matrices", "entries" etc. (see `_Kind`).
         decays: True if AdamW applies weight decay.
         has: Names of attributes that the module must have in addition to the type.
     """

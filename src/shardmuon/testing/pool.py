@@ -335,7 +335,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
-    # This function runs in a separate thread of a rank, see [Note: what the parent waits for].
+    # This function runs in a separate thread of a rank (see [Note: what the parent waits for]).
     try:
         while True:
             call = pipe.recv_bytes()
@@ -363,7 +363,7 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
 
 
 def _share_gloo_device() -> None:
-    # Let all gloo groups of this rank share one device, see [Note: one gloo device].
+    # Let all gloo groups of this rank share one device (see [Note: one gloo device]).
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
