@@ -1,5 +1,5 @@
-"""`Muon`, a torch optimizer that updates matrices by orthogonalized momentum and all other parameters by AdamW, with
-any sharding.
+"""`Muon`, a torch optimizer that updates matrices with orthogonalized momentum and all other parameters with AdamW,
+under any sharding.
 
 The class `Core` takes steps on parameter groups and their state. The class `Muon` is a `Core` with the interface of
 torch.optim.Optimizer. Adapters to frameworks (hosts, see host.py) can create further `Core`s. To read the code, start
@@ -412,7 +412,7 @@ _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print
 
 
 class Muon(Core, Optimizer):
-    """Optimizer that updates matrices by Muon and all other parameters by AdamW. The updates are the same with any
+    """Optimizer that updates matrices with Muon and all other parameters with AdamW. The updates are the same for any
     sharding of the weights.
 
     Each matrix W with gradient G and momentum B is updated as follows, with learning rate lr, weight decay wd, momentum
@@ -427,8 +427,8 @@ class Muon(Core, Optimizer):
 
     The first `step()` (or `prepare()`) reads the layout from the parameters themselves (DTensor mesh and placements)
     and plans, together with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by
-    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket, a set of
-    matrices that are exchanged together. Every rank must call `step()`.
+    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket (a set of
+    matrices that are exchanged together). Every rank must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
@@ -443,7 +443,7 @@ class Muon(Core, Optimizer):
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`),
             coefficients (a, b, c) for all Newton-Schulz steps, or one such triple per step. Coefficients that flip
-            signs or diverge are refused.
+            signs or diverge are rejected.
         ns_steps: Number of Newton-Schulz steps (ignored if `ns_coefficients` has one triple per step). Default: the
             schedule's own number, or 5 for a single triple.
         adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
@@ -459,7 +459,7 @@ class Muon(Core, Optimizer):
         tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
             if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
             `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
-            See docs/tensor_parallel.md. Default: none; marked shards are refused.
+            See docs/tensor_parallel.md. Default: none; marked shards are rejected.
         method: Method of orthogonalization. "standard": divide by the fp32 norm, then run Newton-Schulz steps on
             batches. "gram": iterate the same steps on the Gram matrix of the shorter side, up to twice as fast for long
             matrices. "auto": "gram" if it takes at least a quarter less time than "standard" at the peak rates of the
@@ -715,7 +715,7 @@ class Muon(Core, Optimizer):
         anything: number, shapes and names of parameters (names only if both the state dict and the optimizer have
         them), state keys, and options. A state dict that was saved with another sharding must be loaded through
         torch.distributed.checkpoint. State of torch.optim.Muon is accepted, since its entries have the same meaning;
-        state of any other optimizer is refused.
+        state of any other optimizer is rejected.
 
         Raises:
             ValueError: The state dict does not match this optimizer, which is unchanged.

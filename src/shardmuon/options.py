@@ -101,7 +101,7 @@ _CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
     **dict.fromkeys(("use_muon", "nesterov", "transposed"), _TRUTH),
-    # options that torch's optimizers store in their groups; values that would change the update rule are refused
+    # options that torch's optimizers store in their groups; values that would change the update rule are rejected
     "maximize": _only(False, "this optimizer minimizes"),
     "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
     "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),

@@ -108,7 +108,7 @@ class QKClip:
 
     Raises:
         ValueError: No attention layer was found, a layer cannot be clipped, or one of its weights is not in the
-            optimizer. The message names the correction.
+            optimizer. The message suggests a correction.
 
     Examples:
         >>> from shardmuon import Muon

@@ -6,7 +6,7 @@
     different bits in products of fewer than 400 multiplications, and a library can choose its kernel by the number of
     matrices. So the batch size depends only on the shape of the matrices and the kind of device, and the last batch is
     padded with zero matrices. In every operand, result and scratch tensor, each matrix has a slot, a separate memory
-    range that starts at a multiple of 64 bytes. Shapes with batch size 1 always use the 2-D products. On an AVX2 CPU,
+    range that starts at a multiple of 64 bytes. Matrices whose batch size is 1 always use 2-D products. On an AVX2 CPU,
     over 26 shapes, batches of 1 to 32 matrices and four dtypes, none of 54,912 products in aligned slots changed its
     bits; products of packed matrices did change in fp32 and fp64. `shardmuon.testing.slots` searches for such changes
     on any device.
@@ -142,7 +142,6 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a matrix or a batch of matrices to new memory, and convert it to `dtype`. Each matrix in the copy starts at
     a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    # unlike `Tensor.copy_`, this function accepts the tensors without data that `foresight` uses
     foreach_copy_([out], [x])
     return out
 
@@ -647,7 +646,7 @@ def orthogonalize(
                 _operands(part, shape, products, unit), coefficients=coefficients, products=products
             )
             found = found.view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # `foreach_copy_` is faster than `copy_` on the tensors without data that `foresight` uses
+            if many:
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)

@@ -128,7 +128,7 @@ class Bucket(NamedTuple):
         route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
             items of the bucket.
         kind: Device type.
-        itemsize: Bytes per element in which the matrices are sent.
+        itemsize: Number of bytes per element in which the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
         gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
             exchange that the bucket then needs is the relay, which sends the results to the other replicas.
@@ -159,8 +159,7 @@ class Plan:
         buckets: Buckets in the order in which every rank begins them. The order depends only on the contents of the
             buckets, because ranks that exchange buckets with several sets of ranks could deadlock if they used
             different orders.
-        notes: Lines that are printed below the plan. They explain choices that depend on estimated times, and the plan
-            as a whole.
+        notes: Lines that are printed below the plan, such as explanations of choices that depend on estimated times.
         policy: Limits and machine rates from which the plan was made.
     """
 

@@ -1,11 +1,11 @@
 """The program of one rank for one bucket of matrices. It lists the copies between local storage, batches of matrices
-and wires, where a wire is the send or receive buffer of an exchange. Pure functions.
+and wires, where a wire is the send or receive buffer of an exchange. All functions are pure.
 
 [Note: places]
     Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
     in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
     the other end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the
-    same place of the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
+    same place on the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
     matrices, and its wires are empty.
 
 [Note: results in two stages]

@@ -11,8 +11,8 @@ without communication, whether the model is already sharded or not.
     1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
        `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
        `num_labels` (Hugging Face's classifiers), the last linear layer with `num_labels` rows.
-    2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer has V inputs,
-       no norm or embedding has width V). Then a linear layer with V rows outputs logits, and is a head. If
+    2. Let V be the number of rows of an embedding. If nothing in the model reads V features (no layer has V inputs, and
+       no norm or embedding has width V), a linear layer with V rows outputs logits and is a head. If
        `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
        vocabularies. Within a repeated block, this rule applies only to the block's last matrix: in a byte-level model
        with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
@@ -79,7 +79,7 @@ class RoutingRow:
 
 class ParamGroups(list[dict[str, Any]]):
     """List of parameter groups, in the dict format that torch's optimizers accept. Muon's groups come first. `str()`
-    returns the routing table, in which rows that differ only in the numbers in parameter names share one line.
+    returns the routing table, which merges rows into one line if they differ only in the numbers in parameter names.
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
@@ -138,8 +138,8 @@ class ParamGroups(list[dict[str, Any]]):
         if isinstance(params, nn.Module):
             own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
             groups, lr = param_groups(params, **own, **given), own["lr"]
-            # With the default scale, matrices would train far too slowly at an lr below 2e-3. Such an lr is typical of
-            # AdamW.
+            # An lr below 2e-3 is typical of AdamW. With the default scale, matrices would train far too slowly at such
+            # an lr.
             if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
                 warnings.warn(
                     f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
@@ -175,9 +175,9 @@ def param_groups(
 ) -> ParamGroups:
     """Assign a model's parameters to Muon and AdamW groups by their role in the model.
 
-    Every trainable parameter is in exactly one group, by the rules of docs/routing.md. Parameters with equal options
-    share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order. No group
-    is empty. If a choice may be wrong, a warning names the override that confirms or corrects the choice.
+    Every trainable parameter is in exactly one group, according to the rules in docs/routing.md. Parameters with equal
+    options share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order.
+    No group is empty. If a choice may be wrong, a warning names the override that confirms or corrects the choice.
 
     Call this function before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``)
     or `torch.compile`.
@@ -203,7 +203,7 @@ def param_groups(
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
-            logical shape is unknown. The message names the correction.
+            logical shape is unknown. The message suggests a correction.
         TypeError: `model` is not a module, or `lr` is missing.
 
     Examples:

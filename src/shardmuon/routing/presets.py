@@ -1,13 +1,13 @@
 """Table of the weights of well-known module types. This module imports no framework.
 
 [Note: facts that follow from a type]
-    The type and the size attributes of a framework's module show facts that the model's structure does not show: that
-    rows are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched
-    by class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other
-    classes have the same name. A fused weight is split by default if type and sizes make the parts certain: the sizes
-    are read from the module and must add up to the size of the weight. It then gets the same update as if its parts
-    were stored separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts
-    and the type is not in this table. The routing table then shows "fused?" and the override that splits the weight.
+    The type and the size attributes of a framework's module reveal facts that the model's structure does not: that rows
+    are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched by
+    class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes
+    have the same name. A fused weight is split by default if type and sizes make the parts certain: the sizes are read
+    from the module and must add up to the size of the weight. It then gets the same update as if its parts were stored
+    separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts and the type
+    is not in this table. The routing table then shows "fused?" and the override that splits the weight.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
     _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     _Preset(("torch.nn.modules.linear.Bilinear",), "weight", "a matrix for each output", lambda *_: {"view": "stack"}),
-    # presets for attention and feed-forward layers of transformers
+    # presets for attention and feed-forward layers in the library transformers
     _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
@@ -283,7 +283,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            # names of classes in transformers
+            # class names in the library transformers
             *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),
         ),
         "relative_position_bias_table",
@@ -291,11 +291,11 @@ _PRESETS: tuple[_Preset, ...] = (
         kind="entries",
         decays=False,
     ),
-    # presets for modules of peft
+    # presets for peft modules
     _Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
     _Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
     _Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
-    # presets for modules of torch_geometric
+    # presets for torch_geometric modules
     _Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
 )
 
