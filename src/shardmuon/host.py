@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 class Host:
     """Base class of hosts, the adapters to frameworks. Each optimizer has its own instances of all registered hosts.
     The methods of this base class are suitable for a plain training loop. Their argument `core` is the optimizer, a
-    `shardmuon.muon.Core`, whose import would be circular.
+    `shardmuon.muon.Core`; it is annotated as `Any`, because importing `Core` would be circular.
 
     Attributes:
         in_parts: True if the framework calls `step()` several times per training step, each time with some of the
@@ -101,8 +101,8 @@ class Host:
         raise NotImplementedError
 
     def weights(self, core: Any) -> list[Weight]:
-        """List every weight that the optimizer updates while this host is active, for code that changes weights after a
-        step."""
+        """List every weight that the optimizer updates while this host is active. The list is for code that changes
+        weights after a step."""
         raise NotImplementedError
 
     def has_stepped_all(self, core: Any) -> bool:

@@ -112,7 +112,7 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset all attributes that are valid in one process only: the plan, caches and hosts."""
+        """Reset all attributes that are valid only in one process: the plan, caches and hosts."""
         self.binding: Binding | None = None
         self.options = OptionsReader()
         self.watch = FiniteWatch()
@@ -752,7 +752,7 @@ class Muon(Core, Optimizer):
             self._forget_process()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without objects that are valid in one process only: the plan, caches
+        """Return the state for copies and pickles, without objects that are valid only in one process: the plan, caches
         and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
         with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
         only the default process group can be used again after unpickling."""

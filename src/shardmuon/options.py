@@ -121,7 +121,8 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Options of the whole optimizer. Each field is a keyword of `shardmuon.Muon`; the docstring of `Muon` explains it.
+    """Options of the whole optimizer. Each field is a keyword argument of `shardmuon.Muon`, whose docstring explains
+    the field.
 
     Raises:
         ValueError: An option is invalid.
@@ -162,8 +163,8 @@ _CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-# Dict from a value of `adjust_lr_fn` to the function that computes the factor on lr for a rows x cols matrix.
-# docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
+# Dict from a value of `adjust_lr_fn` to the function that computes the factor for lr from the shape (rows, cols) of a
+# matrix. docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # the scale of Keller Jordan's Muon, and of torch.optim.Muon with "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -226,8 +227,8 @@ _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_mom
 
 @cache
 def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
-    """Return the factor on the learning rate of a matrix. rows x cols is the global shape of the matrix, never the
-    shape of a shard."""
+    """Return the factor by which the learning rate of a matrix is multiplied. rows x cols is the global shape of the
+    matrix, never the shape of a shard."""
     return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 

@@ -79,15 +79,15 @@ class QKClip:
     like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
     weights have the same bits as in one process, on any sharding.
 
-    Scaling runs at the end of each `optimizer.step()`. So frameworks that step copies of the weights (DeepSpeed's ZeRO,
-    Megatron) write weights that are already scaled back to the model. Scaling is collective and does not wait for the
-    accelerator. The optimizer's groups determine which ranks hold replicas of plain tensors. If an error occurs on one
-    rank, or if ranks have different settings, `step()` raises a RuntimeError on every rank. The step is then complete,
-    but nothing has been scaled.
+    Scaling runs at the end of each `optimizer.step()`. So frameworks whose optimizers update copies of the weights
+    (DeepSpeed's ZeRO, Megatron) copy the weights back to the model after they have been scaled. Scaling is collective
+    and does not wait for the accelerator. The optimizer's groups determine which ranks hold replicas of plain tensors.
+    If an error occurs on one rank, or if ranks have different settings, `step()` raises a RuntimeError on every rank.
+    The step is then complete, but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: The optimizer that steps the model's weights. Its groups must contain the weights' names. For
+        optimizer: The optimizer that updates the model's weights. Its groups must contain the weights' names. For
             Megatron's ChainedOptimizer, pass the one of its optimizers that updates the matrices.
         tau: Largest allowed logit. If it is math.inf, logits are measured but weights are not scaled.
         alpha: Exponent of the factor for the queries, in [0, 1].
@@ -349,8 +349,8 @@ def _per_head(logits: Tensor) -> Tensor:  # shape (.., H, L, S) -> (H,); -inf if
 
 
 def _is_hidden(mask: Tensor) -> Tensor:
-    """Return a bool mask that is True where `mask` hides a key from a query. A bool mask hides a key by False, a float
-    mask by -inf or by a value near the lowest value of its dtype."""
+    """Return a bool mask that is True where `mask` hides a key from a query. In a bool mask, False hides a key. In a
+    float mask, -inf or a value near the lowest value of the dtype hides a key."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 

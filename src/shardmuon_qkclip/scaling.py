@@ -77,7 +77,8 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return a cache key of the layout table. The key changes whenever the table must be rebuilt."""
+        """Return this weight's part of the layout table's cache key. The key changes whenever the table must be
+        rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
@@ -93,8 +94,8 @@ class _Bound(Agreed):
         key: Cache key, which changes if the weights or their sharding change.
         device: Device of the largest logits.
         layouts: Layout of each weight, which lists the elements that each rank stores.
-        slots: Slots of the vector that is reduced, in order. A slot is (layer, number of heads, ranks over which the
-            layer's maxima are taken).
+        slots: Slots of the reduced vector, in order. Each slot is a tuple (layer name, number of heads, ranks over
+            which the layer's maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -123,7 +124,7 @@ class Scaler(TableCall[_Bound]):
     """Reduce the largest logits over ranks, and scale the parts of query and key weights that this rank stores.
 
     Args:
-        optimizer: The optimizer that steps the weights.
+        optimizer: The optimizer that updates the weights.
         layers: The attention layers to scale.
         tau: Largest allowed logit.
         alpha: Exponent of the factor for the queries, in [0, 1] (see [Note: the rule]).
@@ -226,7 +227,7 @@ class Scaler(TableCall[_Bound]):
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
         for target, layout in zip(self.find(), bound.layouts, strict=True):
-            # If the framework takes a step in several calls, each call scales only the weights that it has stepped.
+            # If the framework takes a step in several calls, scale only the weights that this call has updated.
             if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
@@ -315,7 +316,7 @@ class Scaler(TableCall[_Bound]):
         return hosts.active if isinstance(hosts, Hosts) else None
 
     def _weights(self) -> list[Weight]:
-        """List all weights that the optimizer steps, including a framework's copies of parameters."""
+        """List all weights that the optimizer updates, including a framework's copies of parameters."""
         if self.host is not None:
             return self.host.weights(self._optimizer)
         groups = enumerate(self._optimizer.param_groups)
@@ -373,7 +374,7 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """Make the entry of the layout table for a weight.
+        """Make a weight's entry in the layout table.
 
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.

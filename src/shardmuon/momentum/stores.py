@@ -1,4 +1,4 @@
-"""Storage formats of momentum (plain, bf16, 8-bit codes) and stochastic rounding, which is exact on average.
+"""Storage formats of momentum (plain, bf16, 8-bit codes), and stochastic rounding, which is exact on average.
 
 [Note: bits belong to elements]
     The random bits of an element depend only on the parameter, the purpose (momentum or weights), the step and the
@@ -89,7 +89,7 @@ class Stream:
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter, self.key).view(torch.int16)
         skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # in this case, the columns of the patch are contiguous
+        if width == math.prod(size for size, _ in steps):  # true if the patch has contiguous columns
             lanes = lanes[:, skipped : skipped + width]
         else:
             lanes = lanes[:, _line(skipped, steps, device)]
@@ -138,7 +138,7 @@ def mix_(z: Tensor, key: Tensor | int) -> Tensor:
     bits of the counter and the key."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes torch's arithmetic shift logical
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # mask off the copies of the sign bit
         z *= factor
     return z
 

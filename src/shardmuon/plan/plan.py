@@ -40,7 +40,7 @@ class Spec(NamedTuple):
         hows: For each matrix, a text that describes how the matrix is orthogonalized. Only matrices with equal texts
             can be in the same batch.
         costs: Floating point operations to orthogonalize each matrix.
-        itemsizes: For each matrix, the number of bytes per element in which the matrix is sent.
+        itemsizes: For each matrix, the number of bytes per element when the matrix is sent.
         batch: Text that lists the Newton-Schulz coefficients and the stages of the Muon variant. Only parameters with
             equal texts can have matrices in the same batch.
         kind: Type of the parameter's device, which is the same for all parameters of a bucket.
@@ -128,7 +128,7 @@ class Bucket(NamedTuple):
         route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
             items of the bucket.
         kind: Device type.
-        itemsize: Number of bytes per element in which the matrices are sent.
+        itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
         gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
             exchange that the bucket then needs is the relay, which sends the results to the other replicas.

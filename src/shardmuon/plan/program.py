@@ -143,7 +143,7 @@ class Program:
         """Make the program of one rank for a bucket. `missing` contains the indices of parameters that are left out
         because they have no gradient in this step."""
         numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-        numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
+        numbers.sort(key=lambda n: _batch_key(plan, n))  # make equal shapes adjacent, so that copies can be merged
         items = [plan.items[n] for n in numbers]
         batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
         own, ways = list[_Part](), _Ways(list)

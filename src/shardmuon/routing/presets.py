@@ -174,7 +174,7 @@ _KNOWN_EXPERTS = (
 _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
 
 _PRESETS: tuple[_Preset, ...] = (
-    # presets for modules of torch
+    # presets for torch modules
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _rows(3)),
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
     _Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _rows(4)),
