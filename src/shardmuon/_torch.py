@@ -24,8 +24,8 @@ _T = TypeVar("_T")
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Return `isinstance(value, DTensor)` without importing torch.distributed.tensor, which would take 1 s. If that
-    module is not imported yet, no DTensor exists."""
+    """Return `isinstance(value, DTensor)` without importing torch.distributed.tensor, which would take 1 s. No DTensor
+    can exist before that module is imported."""
     # `isinstance(value, Tensor)` would also be True for DTensors, because DTensor is a subclass of Tensor
     if type(value) in (Tensor, torch.nn.Parameter):
         return False
@@ -63,8 +63,8 @@ def cpu_has_amx() -> bool:
     return cpu_has_bf16_matmul() and torch.cpu._is_amx_tile_supported()
 
 
-# For each type of device: the object with torch's matmul settings, and the values of its attributes that disable
-# reduced precision.
+# For each device type, the object with torch's matmul settings, and the attribute values that disable reduced
+# precision.
 _EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     # type checkers do not know the attributes of torch.backends.mkldnn
     "cpu": (cast(Any, torch.backends.mkldnn).matmul, {"fp32_precision": "ieee"}),
@@ -108,18 +108,18 @@ def exact_products(device: torch.device, flags: bool = True) -> Iterator[None]:
 
 def foreach(name: str, *columns: Sequence[Tensor], **others: Any) -> Sequence[Tensor]:
     """Apply an elementwise operation to lists of tensors: "lerp" stands for `torch.lerp`, which makes new tensors, and
-    "lerp_" stands for `Tensor.lerp_`, which changes the tensors of the first list. Returns the new tensors, or an empty
+    "lerp_" stands for `Tensor.lerp_`, which changes the tensors of the first list. Return the new tensors, or an empty
     sequence if the operation works in place.
 
     On accelerators, torch launches one kernel for whole lists if all tensors are dense, each list has a single dtype,
-    and tensors at the same index have equal sizes and strides. Otherwise torch launches one kernel per tensor
-    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). Therefore this function splits lists that break these
-    conditions into several calls.
+    and tensors at the same index have equal sizes and strides. Otherwise, torch launches one kernel per tensor
+    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). Therefore this function splits lists that do not meet these
+    conditions, and makes several calls.
     """
     operation = getattr(torch, f"_foreach_{name}")
     if not columns[0]:
         return ()
-    # torch processes tensors on CPUs one by one anyway, so their lists are never split
+    # torch always processes CPU tensors one by one, so lists of CPU tensors are not split
     if columns[0][0].device.type == "cpu" or _go_together(columns):
         made: Sequence[Tensor] | None = operation(*map(list, columns), **others)
         return made or ()
@@ -138,9 +138,10 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Check quickly if torch can process several lists of tensors with one kernel. False means that the caller must
-    check the tensors index by index, which takes much longer but is rarely needed. The result is False for lists
-    with dims of size 1, because contiguous tensors of equal shape can have different strides in such dims."""
+    """Run a quick check that shows if torch can process several lists of tensors with one kernel. If the result is
+    False, the caller must check the tensors index by index, which takes much longer but is rarely needed. The result is
+    False for lists with dims of size 1, because contiguous tensors of equal shape can have different strides in such
+    dims."""
     shapes = list(map(_shape_of, columns[0]))
     return (
         all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
@@ -150,8 +151,8 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. Assumes that no two
-    elements share memory."""
+    """True if the tensor's elements fill a range of memory without gaps, in any order of dims. No two elements may
+    share memory."""
     extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.is_contiguous() or extent + 1 == t.numel()
 
@@ -181,7 +182,7 @@ def local_if_any(tensor: Tensor) -> Tensor:
 
 def names_in(model: torch.nn.Module) -> dict[int, str]:
     """Return a dict from the `id` of each parameter to its name in the state dicts of torch.distributed.checkpoint,
-    which omit the prefixes that wrappers add. Uses torch's private function `_get_fqns`."""
+    which omit the prefixes that wrappers add. The names come from torch's private function `_get_fqns`."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
@@ -189,14 +190,14 @@ def names_in(model: torch.nn.Module) -> dict[int, str]:
 
 def is_capturing(device: torch.device) -> bool:
     """True while a CUDA graph is being captured on the current stream. During a capture, CUDA records kernels without
-    running them, so no value can be read."""
+    running them, so the host cannot read any values."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
     """Queue of tensors that are being copied to the host. Each entry has the object that the caller passed with the
     tensor, the copy on the host, the tensor's device, and the event after which the copy is valid. The event is None if
-    the copy was synchronous: for tensors on CPUs and on devices without events in torch (MPS)."""
+    the copy was synchronous, as for tensors on CPUs and on devices for which torch has no events (MPS)."""
 
     def send(self, about: _T, value: Tensor) -> None:
         """Start to copy a tensor to the host. `about` is the object that `arrived` returns with the copy."""
@@ -212,15 +213,15 @@ class Coming(deque[tuple[_T, Tensor, torch.device, Any]]):
         self.append((about, host, value.device, event))
 
     def arrived(self) -> Iterator[tuple[_T, Tensor]]:
-        """Remove completed copies from the front of the queue, without waiting for others. Yields pairs of the object
-        that the caller passed to `send` and the copy. While a CUDA graph is being captured, events cannot be queried,
-        so asynchronous copies stay in the queue."""
+        """Remove completed copies from the front of the queue, without waiting for unfinished copies. Yield pairs of
+        the object that the caller passed to `send` and the copy. While a CUDA graph is being captured, events cannot be
+        queried, so asynchronous copies stay in the queue."""
         while self and (self[0][3] is None or (not is_capturing(self[0][2]) and self[0][3].query())):
             yield self.popleft()[:2]
 
 
 def default_group() -> Any:
-    """Return the default process group; None if torch.distributed is not initialized."""
+    """Return the default process group, or None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -230,8 +231,9 @@ def is_alive(group: Any) -> bool:
 
 
 def group_named(name: str) -> Any:
-    """Return the process group that torch knows by a name, or None if there is none."""
-    # A key can be the number -100, torch's placeholder for a group without this rank, which has no `group_name`.
+    """Return the process group to which torch has given this name, or None if there is none."""
+    # A key can be -100, torch's placeholder for a group that does not contain this rank. This number has no attribute
+    # `group_name`.
     known = dist.distributed_c10d._world.pg_group_ranks if name else ()
     return next((group for group in known if getattr(group, "group_name", "") == name), None)
 
@@ -274,7 +276,7 @@ def timeout_of(group: Any) -> timedelta | None:
     """
     found = list[timedelta]()
     for device in group._device_types:
-        # the group may have no backend for this device type, and a backend may have no timeout
+        # the group may not have a backend for this device type, and a backend may not have a timeout
         with suppress(RuntimeError, AttributeError):
             found.append(group._get_backend(device).options._timeout)
     return max(found, default=None)

@@ -39,7 +39,7 @@ class ExchangeError(RuntimeError):
     @classmethod
     def of(cls, error: Exception, where: str, damage: str = HALF_DONE) -> ExchangeError:
         """Build an ExchangeError from an exception. The message has four parts: the failed operation (`where`), the
-        original error, a sentence on the data that may be inconsistent now (`damage`), and the remedy."""
+        original error, a sentence about the data that may now be inconsistent (`damage`), and the remedy."""
         cause = f"{type(error).__name__}: {error}".rstrip(". \n")
         return cls(f"{where}: {cause}. {damage}. {cls.REMEDY}")
 
@@ -57,12 +57,12 @@ class ExchangeError(RuntimeError):
             raise cls.of(error, where(), damage) from error
 
 
-# errors of these classes are re-raised with their own class, so that callers can catch them
+# errors of these classes are re-raised without a change of class, so that callers can catch them
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def stays_itself(error: BaseException) -> bool:
-    """True for interrupts and out-of-memory errors. The rank on which such an error occurred re-raises it unchanged."""
+    """True for interrupts and out-of-memory errors, which the rank on which they occurred re-raises unchanged."""
     return isinstance(error, _OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
@@ -89,7 +89,7 @@ class Refused(ValueError):
     @staticmethod
     @contextmanager
     def made_public() -> Iterator[None]:
-        """Convert a `Refused` raised inside the `with` block to the exception that users see."""
+        """Convert a `Refused` error raised inside the `with` block to the exception that users see."""
         try:
             yield
         except Refused as refused:
@@ -129,7 +129,7 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     """Format ranks, given in ascending order, for messages and tables: "0,1,3", "0-7", "0-3,9,12-15"."""
     if len(ranks) <= 4:
         return ",".join(map(str, ranks))
-    # In a run of consecutive ranks, the difference between rank and position is constant.
+    # In a run of consecutive ranks, the difference between a rank and its position in the list is constant.
     numbered = itertools.groupby(enumerate(ranks), key=lambda one: one[1] - one[0])
     runs = [[rank for _, rank in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

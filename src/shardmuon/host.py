@@ -1,5 +1,5 @@
 """Hosts: adapters to the code that calls `step()`, such as a training loop, torch's checkpointing or a framework. While
-a host is active, it determines which tensors the parameter groups hold.
+a host is active, it determines which tensors the parameter groups contain.
 
 Each framework's file in `shardmuon.frameworks` registers its `Host` and its engines (classes that read the layout of
 parameters). Neither this module nor the modules that it imports contain code for a particular framework.
@@ -23,7 +23,7 @@ class Weight(NamedTuple):
     """A weight of the model and the tensor that the optimizer updates for it.
 
     Attributes:
-        name: The user's name of the parameter.
+        name: Name of the parameter in the user's model.
         param: The tensor that the user passed to the optimizer, if known; else `stored`.
         stored: The tensor that the optimizer updates: the parameter, a copy of the parameter, or a part of a flat
             buffer. An engine can read the layout of this tensor.
@@ -41,16 +41,16 @@ class Weight(NamedTuple):
 class Host:
     """Base class of hosts, the adapters to frameworks. Each optimizer has its own instances of all registered hosts.
     The methods of this base class are suitable for a plain training loop. Their argument `core` is the optimizer, a
-    `shardmuon.muon.Core`, whose import would be circular.
+    `shardmuon.muon.Core`; it is annotated as `Any`, because importing `Core` would be circular.
 
     Attributes:
         in_parts: True if the framework calls `step()` several times per training step, each time with some of the
             groups.
-        clipping: Error message, with a remedy, for users who clip gradients although this host cannot support that;
-            None if gradients can be clipped.
+        clipping: Error message, with a remedy, for users who clip gradients although this host does not support
+            clipping; None if gradients can be clipped.
         marks: Names of attributes that mark parameters whose gradients the framework clips itself.
-        packages: Names of the framework's packages. Optimizers ignore the host while none of these packages is
-            imported. None: optimizers never ignore the host.
+        packages: Names of the framework's packages. Optimizers ignore the host until one of these packages is imported.
+            If None, optimizers never ignore the host.
     """
 
     in_parts = False
@@ -60,16 +60,16 @@ class Host:
 
     @property
     def is_active(self) -> bool:
-        """True while the parameter groups hold tensors made by the framework, which only the host's `step` can
-        update."""
+        """True while the parameter groups contain tensors that the framework has made and that only the host's `step`
+        can update."""
         return False
 
     def adding(self) -> None:
-        """Run before a parameter group is added. Raises ValueError if the framework has merged the groups, so that they
-        no longer show which parameters Muon updates and which AdamW updates."""
+        """Hook that is called before a parameter group is added. Raise ValueError if the framework has merged the
+        groups, because merged groups do not show which parameters Muon updates and which AdamW updates."""
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """Run after a parameter group was added. `names` are the names of the group's parameters."""
+        """Hook that is called after a parameter group was added. `names` are the names of the group's parameters."""
 
     def load(self, core: Any, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict while this host is active. The state dict must have been saved with the same sharding."""
@@ -80,9 +80,9 @@ class Host:
         contains the optimizer's own state tensors, and copies of the groups."""
 
     def instead_of_step(self, core: Any, plain: bool) -> Callable[[], None] | None:
-        """Return a function to run instead of a step if the framework does not intend this call of `step` to update
-        weights, else None. The method must not change any tensors except gradients that the framework has altered since
-        the backward pass.
+        """Return a function to run instead of a step if the framework calls `step` for a purpose other than to update
+        weights, else return None. The method must not change any tensors except gradients that the framework has
+        altered since the backward pass.
 
         Args:
             core: The optimizer.
@@ -101,18 +101,18 @@ class Host:
         raise NotImplementedError
 
     def weights(self, core: Any) -> list[Weight]:
-        """List every weight that the optimizer updates while this host is active. Used by code that changes weights
-        after a step."""
+        """List every weight that the optimizer updates while this host is active. The list is for code that changes
+        weights after a step."""
         raise NotImplementedError
 
     def has_stepped_all(self, core: Any) -> bool:
-        """True if the latest call of `step` was the last call in its training step. Called only while the host is
-        active."""
+        """True if the latest call of `step` was the last one of the training step. This method is called only while the
+        host is active."""
         return True
 
     def restore_groups(self, core: Any) -> None:
-        """Restore the parameter groups, after an error in the middle of a step, to the form that they have between
-        steps."""
+        """Restore the parameter groups to the form that they have between steps, after an error in the middle of a
+        step."""
 
     def plans(self, core: Any) -> tuple[Plan, ...]:
         """Return all current plans of the optimizer; the tuple is empty before the first plan is made."""
@@ -120,8 +120,9 @@ class Host:
 
     @staticmethod
     def caller(name: str, *packages: str) -> FrameType | None:
-        """Return the innermost stack frame of a function with this name in one of these packages; None if there is
-        none. Used if a framework has no public API that shows why it calls the optimizer."""
+        """Return the innermost stack frame of a function with the given name in one of the given packages, or None if
+        there is none. Hosts use this method for frameworks without a public API that shows why they call the optimizer.
+        """
         frame: FrameType | None = None if sys.modules.keys().isdisjoint(packages) else sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(packages):
@@ -158,7 +159,8 @@ class Hosts(list[Host]):
 
     @property
     def active(self) -> Host | None:
-        """The active host, whose tensors are in the parameter groups; None if the groups hold the user's parameters."""
+        """The active host, whose tensors are in the parameter groups, or None if the groups contain the user's
+        parameters."""
         loaded = sys.modules.keys()
         asked = (host for host in self if host.packages is None or not loaded.isdisjoint(host.packages))
         return next((host for host in asked if host.is_active), None)

@@ -1,5 +1,5 @@
-"""`Muon`, a torch optimizer that updates matrices by orthogonalized momentum and all other parameters by AdamW, with
-any sharding.
+"""`Muon`, a torch optimizer that updates matrices with orthogonalized momentum and all other parameters with AdamW,
+under any sharding.
 
 The class `Core` takes steps on parameter groups and their state. The class `Muon` is a `Core` with the interface of
 torch.optim.Optimizer. Adapters to frameworks (hosts, see host.py) can create further `Core`s. To read the code, start
@@ -63,7 +63,7 @@ from shardmuon.step.validate import Proposal, validate
 
 
 class Core:
-    """Parameter groups with their state, and the step that updates them once all ranks have agreed to it.
+    """Parameter groups and their state, with the step that updates both once all ranks have agreed to the step.
 
     Attributes:
         param_groups, state: The attributes of torch.optim.Optimizer. Frameworks can replace both.
@@ -73,8 +73,8 @@ class Core:
         process_group: The process group whose ranks have replicas of the plain (not DTensor) parameters; None if there
             is none.
         traffic: Counters of this rank's exchanges and orthogonalized matrices.
-        routing: Table that shows for each parameter of the model if Muon or AdamW updates it; empty if no model was
-            given.
+        routing: Table that shows, for each parameter of the model, whether Muon or AdamW updates it; empty if no model
+            was given.
         binding: The current plan with this rank's parameters; None before the first plan is made.
         component: The ranks that took part in the last vote.
         broken: Description of the failure that interrupted a step and left the ranks out of sync; None if no step has
@@ -112,7 +112,7 @@ class Core:
         self._forget_process()
 
     def _forget_process(self) -> None:
-        """Reset all attributes that are valid in one process only: the plan, caches and hosts."""
+        """Reset all attributes that are valid only in one process: the plan, caches and hosts."""
         self.binding: Binding | None = None
         self.options = OptionsReader()
         self.watch = FiniteWatch()
@@ -164,8 +164,8 @@ class Core:
             proposal.hear(binding, verdict.presence)
         if proposal.made or proposal.fresh or GradientState.MISPLACED in proposal.states:
             self._take_over(binding, proposal)
-        # An audit is collective, so if any rank has requested an audit, all ranks that voted must take part. Errors in
-        # `StepAudit` become findings.
+        # An audit is collective, so if any rank has requested one, all ranks that voted must take part. `StepAudit`
+        # reports its errors as findings.
         audit = None
         if verdict.flags & Flag.AUDIT:
             from shardmuon.auditing.live import StepAudit
@@ -199,8 +199,8 @@ class Core:
         return report if audit.samples else None
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
-        """Put the state that validation has created into the optimizer's state, and redistribute each gradient whose
-        placements differ from its parameter's."""
+        """Move the state tensors that were created during the step's validation into the optimizer's state, and
+        redistribute each gradient whose placements differ from its parameter's."""
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             kept.clear()  # also removes state that AdamW or another variant has left behind
@@ -208,7 +208,7 @@ class Core:
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
-        # redistribution is collective, so all ranks must process parameters in the same order
+        # redistributing gradients is collective, so all ranks must process parameters in the same order
         for number in itertools.chain.from_iterable(binding.table.sets.values()):
             if proposal.states[number] == GradientState.MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
@@ -218,10 +218,10 @@ class Core:
     def _note(self, error: BaseException) -> None:
         """Record an error that interrupted a step, so that the optimizer refuses further steps. An error is not
         recorded if nothing has changed and this rank steps alone."""
-        if isinstance(error, AuditError):  # groups that come later in this step are not updated after an audit error
+        if isinstance(error, AuditError):  # after an audit error, later groups of this step are not updated
             self.broken = f"{error}. Groups and weights that come after these are as before. {ExchangeError.REMEDY}"
             return
-        # an earlier error is already recorded, and the connections to other ranks are closed
+        # if an earlier error is recorded, the connections to other ranks are already closed
         if self.broken is not None:
             return
         component = self.last_voters() or ()
@@ -237,8 +237,8 @@ class Core:
             Lane.close_over(component)  # ranks that are waiting for this rank then fail at once
 
     def last_voters(self) -> Ranks | None:
-        """Return the ranks that took part in the last vote; None if there was no vote under the current default process
-        group."""
+        """Return the ranks that took part in the last vote, or None if no vote has taken place under the current
+        default process group."""
         return self.component if self.world == current_world() else None
 
     def refuse_torn(self) -> None:
@@ -270,19 +270,19 @@ class Core:
 
     @torch.no_grad()
     def complete_state(self) -> None:
-        """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient: see
-        [Note: state that is not there] in checkpoint/state.py. A frozen parameter without any state gets none. State
-        that does not match the options of its parameter's group, since `use_muon` or `variant` changed while the
-        parameter was frozen, is replaced by zeros."""
+        """Create the missing state of every trainable parameter, with zeros if the parameter never had a gradient (see
+        [Note: state that is not there] in checkpoint/state.py). No state is created for a frozen parameter without any
+        state. State that does not match the options of its parameter's group, because `use_muon` or `variant` changed
+        while the parameter was frozen, is replaced with zeros."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad or self.state.get(p):
                     init_missing(p, group, self.state[p], self.keeper)
 
 
-# Message of a rank about its plan, which consists of two dicts. Their keys are sets of ranks that share parameters. The
-# first dict gives the number of these parameters whose gradient can be missing on some of the ranks. The second dict
-# gives the name of the set's process group, if the rank knows such a group.
+# Two dicts that a rank sends to the others after it has made a plan. Their keys are sets of ranks that share
+# parameters. The first dict has the number of these parameters whose gradient can be missing on some of the ranks. The
+# second dict has the name of the set's process group, if the rank knows such a group.
 _Told = tuple[dict[Ranks, int], dict[Ranks, str]]
 
 
@@ -338,7 +338,7 @@ class StepCall(TableCall[Binding]):
         if core.zeros:
             core.zeros.report()
         core.traffic.agreements += len(kept.component) > 1
-        # `due` takes long to compute, so the first test skips it for optimizers that never audit
+        # `due` is slow to compute, so the first condition skips it for optimizers that never run audits
         if (audits.every or audits.asked) and audits.due:
             self._due, flags = audits.due_text(), Flag.AUDIT
         self.proposal = validate(kept, core, self.options)
@@ -379,8 +379,8 @@ class StepCall(TableCall[Binding]):
     def heard(self, kept: Binding, everyone: Sequence[_Told]) -> None:
         counts, names = zip(*everyone, strict=True)
         names_on = dict(zip(kept.component, names, strict=True))
-        # process groups must be created before the first exchange: creation is collective, and a rank that already
-        # waits for tensors of other ranks could not take part
+        # process groups must be created before the first exchange, because creation is collective and a rank that is
+        # already waiting for tensors from other ranks could not take part
         for ranks, known in self._groups.items():
             all_alike = len({names_on[rank].get(ranks) for rank in ranks}) == 1
             group_for(ranks, known if all_alike else None)
@@ -389,8 +389,8 @@ class StepCall(TableCall[Binding]):
 
 
 def _trained(groups: Sequence[Group]) -> bool:
-    """Return True if some parameter has a gradient in this step, else warn and return False. Once the result is True,
-    later steps skip this check."""
+    """Return True if any parameter has a gradient in this step, else warn and return False. Once the result has been
+    True, later steps skip this check."""
     params = [p for group in groups for p in group["params"]]
     if any(p.grad is not None for p in params):
         return True
@@ -409,7 +409,7 @@ _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print
 
 
 class Muon(Core, Optimizer):
-    """Optimizer that updates matrices by Muon and all other parameters by AdamW. The updates are the same with any
+    """Optimizer that updates matrices with Muon and all other parameters with AdamW. The updates are the same for any
     sharding of the weights.
 
     Each matrix W with gradient G and momentum B is updated as follows, with learning rate lr, weight decay wd, momentum
@@ -424,15 +424,15 @@ class Muon(Core, Optimizer):
 
     The first `step()` (or `prepare()`) reads the layout from the parameters themselves (DTensor mesh and placements)
     and plans, together with the other ranks, which rank orthogonalizes which matrix. All ranks that are connected by
-    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket, a set of
-    matrices that are exchanged together. Every rank must call `step()`.
+    shared parameters vote before each step. Ranks that share matrices run two all-to-alls for each bucket (a set of
+    matrices that are exchanged together). Every rank must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
             dict can contain any option from `lr` to `tp_group`, and the following options. ``use_muon`` (default:
             True): if False, AdamW updates the group, with its ``lr``, ``weight_decay``, ``betas`` (default: (0.9,
             0.95)) and ``eps`` (default: 1e-8). ``view``, ``split_sizes``, ``split_groups`` and ``transposed`` define
-            which matrices a parameter holds, see `shardmuon.layout.views.matrix_view`.
+            which matrices a parameter holds (see `shardmuon.layout.views.matrix_view`).
         lr: Learning rate, a float or a one-element tensor. Required, even if every group has its own learning rate. See
             docs/learning_rate.md.
         weight_decay: Factor wd of the decay.
@@ -440,7 +440,7 @@ class Muon(Core, Optimizer):
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`),
             coefficients (a, b, c) for all Newton-Schulz steps, or one such triple per step. Coefficients that flip
-            signs or diverge are refused.
+            signs or diverge are rejected.
         ns_steps: Number of Newton-Schulz steps (ignored if `ns_coefficients` has one triple per step). Default: the
             schedule's own number, or 5 for a single triple.
         adjust_lr_fn: Name of the scale s, which depends on the global shape of the matrix: None or "original" for
@@ -452,13 +452,13 @@ class Muon(Core, Optimizer):
         process_group: Process group whose ranks have replicas of the plain (not DTensor) parameters, as under DDP, and
             share the work. Planning checks that the replicas are equal. Default: every rank orthogonalizes its own
             plain tensors. The value () in a group dict means that no other rank has the group's tensors (experts).
-            After unpickling, only the default process group can be used; set any other one anew.
+            After unpickling, only the default process group can be used; any other group must be set again.
         tp_group: Tensor-parallel group, as a process group or global ranks. Plain parameters are shards over this group
             if TransformerEngine, Megatron or the user has marked them (`tensor_model_parallel`, `partition_dim`,
             `partition_stride`), and replicas otherwise. `process_group` then contains the ranks with the same shards.
-            See docs/tensor_parallel.md. Default: none; marked shards are refused.
-        method: How to orthogonalize. "standard": divide by the fp32 norm, then run Newton-Schulz steps on batches.
-            "gram": iterate the same steps on the Gram matrix of the shorter side, up to twice as fast for long
+            See docs/tensor_parallel.md. Default: none; marked shards are rejected.
+        method: Method of orthogonalization. "standard": divide by the fp32 norm, then run Newton-Schulz steps on
+            batches. "gram": iterate the same steps on the Gram matrix of the shorter side, up to twice as fast for long
             matrices. "auto": "gram" if it takes at least a quarter less time than "standard" at the peak rates of the
             dtypes of both methods, else "standard". This choice depends only on shape, schedule, dtype and type of
             device; the printed plan shows the choice with its reason. "torch": compute bit for bit as torch.optim.Muon,
@@ -473,15 +473,15 @@ class Muon(Core, Optimizer):
         momentum_device: Device of stored momentum: None for the parameter's device, or "cpu".
         stochastic_rounding: Round bf16 weights at random, without bias, after each update.
         bucket_bytes: Maximum total size, in bytes, of the whole matrices that one rank orthogonalizes per bucket. None:
-            the planner chooses the cheapest size, within the bound that `shardmuon.plan.plan.Policy` states.
+            the planner chooses a size as described in `shardmuon.plan.plan.Policy`.
         audit_every: Number of steps from one audit to the next, beginning with an audit of the first step. An audit
             compares the step with a dense reference; if they differ, every rank raises AuditError once the step is
             complete. None: audit a step only if `shardmuon.audit` requests it. See docs/audit.md.
         adamw_lr: Learning rate of all parameters that AdamW updates; allowed only if `params` is a module. Default: the
             rate at which AdamW's updates are as large as Muon's; `shardmuon.param_groups` prints this rate. See
             docs/learning_rate.md.
-        overrides: Changes to the default selection of the module's parameters that Muon updates, see
-            `shardmuon.param_groups`.
+        overrides: Changes to the default choice of which of the module's parameters Muon updates (see
+            `shardmuon.param_groups`).
 
     Raises:
         ValueError: An option or a parameter is invalid. The message names it, shows the invalid value, and suggests a
@@ -595,7 +595,7 @@ class Muon(Core, Optimizer):
             imported = sys.modules.keys()
             for one in self.hosts:
                 if one.packages is not None and imported.isdisjoint(one.packages):
-                    continue  # this host's framework is not imported, so the host cannot be active
+                    continue  # the host's framework is not imported, so the host cannot be active
                 if host is None and one.is_active:
                     host = one
                 instead = instead or one.instead_of_step(self, closure is None)
@@ -622,7 +622,7 @@ class Muon(Core, Optimizer):
 
     @property
     def _host(self) -> Host:
-        """The active host, or a plain `Host` if the parameter groups hold the user's parameters."""
+        """The active host, or a plain `Host` if the parameter groups contain the user's parameters."""
         return self.hosts.active or Host()
 
     def __repr__(self) -> str:
@@ -642,8 +642,8 @@ class Muon(Core, Optimizer):
         """Make the plan before the first step. Collective among the ranks that share parameters.
 
         Returns:
-            The plan. `print(plan)` shows for each matrix its route (if and how it is exchanged), its bucket, and the
-            rank that orthogonalizes it.
+            The plan. `print(plan)` shows, for each matrix, its route (whether and how it is exchanged), its bucket, and
+            the rank that orthogonalizes it.
         """
         if self._host.in_parts:
             raise ValueError(_SEVERAL_PLANS)
@@ -662,8 +662,8 @@ class Muon(Core, Optimizer):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All current plans. Under DeepSpeed, there is one for each set of groups that are stepped together; otherwise
-        the tuple contains only `plan`, or nothing before the plan is made."""
+        """All current plans. Under DeepSpeed, there is one plan for each set of groups that are stepped together.
+        Otherwise, the tuple contains only `plan`, and it is empty before the plan is made."""
         return self._host.plans(self)
 
     # ------------------------------------------------------------------------------------ groups and options
@@ -712,7 +712,7 @@ class Muon(Core, Optimizer):
         anything: number, shapes and names of parameters (names only if both the state dict and the optimizer have
         them), state keys, and options. A state dict that was saved with another sharding must be loaded through
         torch.distributed.checkpoint. State of torch.optim.Muon is accepted, since its entries have the same meaning;
-        state of any other optimizer is refused.
+        state of any other optimizer is rejected.
 
         Raises:
             ValueError: The state dict does not match this optimizer, which is unchanged.
@@ -737,19 +737,19 @@ class Muon(Core, Optimizer):
             hook(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore pickled or loaded state. If a saved group lacks an option, as groups saved by torch.optim.Muon do,
-        the value in this optimizer's group is kept."""
+        """Restore pickled or loaded state. If a saved group lacks an option, as is the case for groups saved by
+        torch.optim.Muon, the value in this optimizer's group is kept."""
         mine = self.__dict__.get("param_groups", [])  # an optimizer that is being unpickled has no groups yet
         super().__setstate__(state)
         for own, group in zip(mine, self.param_groups, strict=False):
             group.update(loaded_over(own, group))
-        # state dicts have no key "broken", so loading one resets the attribute to None; copies and pickles have the key
+        # loading a state dict resets `broken` to None, because only copies and pickles contain this key
         self.broken = state.get("broken")
         if "hosts" not in self.__dict__:  # copies do not inherit the plan and hosts
             self._forget_process()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without objects that are valid in one process only: the plan, caches
+        """Return the state for copies and pickles, without objects that are valid only in one process: the plan, caches
         and hosts. The state contains the ranks of the last vote, so that a copy, which has no plan, can vote together
         with ranks that made no copy and still have their plan. Copies share process groups. A pickle names them, and
         only the default process group can be used again after unpickling."""
@@ -759,6 +759,6 @@ class Muon(Core, Optimizer):
         return {**state, **own, "param_groups": groups}
 
 
-# Attributes that copies and pickles contain. A process that loads a pickle from another process does not know the
-# `world` in it, and therefore ignores `component`.
+# Attributes that copies and pickles contain. If a pickle comes from another process, its `world` is not that of the
+# process that loads the pickle, so `component` is ignored.
 _OWN = ("config", "keeper", "audits", "traffic", "routing", "broken", "component", "world")

@@ -32,7 +32,7 @@ from shardmuon.variants import Stages, check_variant, names_in, stages_of
 
 # ------------------------------------------------------------------------------------------------ values
 
-# Function that takes an option's value, and returns the end of an error message, or "" if the value is valid.
+# Function that takes an option's value and returns the second part of an error message, or "" if the value is valid.
 _FaultOf = Callable[[Any], str]
 
 
@@ -47,11 +47,11 @@ def _whole_number(most: float = math.inf) -> _FaultOf:
 
 
 def _number(most: float = math.inf) -> _FaultOf:
-    """Make a check that accepts finite numbers from 0 to `most`, also as one-element tensors."""
+    """Make a check that accepts finite numbers from 0 to `most`, including one-element tensors."""
     text = "must be finite and at least 0" if most == math.inf else f"must be from 0 to {most:g}"
 
     def fault_of(value: Any) -> str:
-        # `float` would accept the text "0.1", with which learning-rate schedulers would fail later
+        # `float` would accept the string "0.1", on which learning-rate schedulers would fail later
         if isinstance(value, str):
             return "is text, not a number. Write it without quotes"
         if isinstance(value, Tensor) and value.numel() != 1:
@@ -101,7 +101,7 @@ _CHECKS: dict[str, _FaultOf] = {
     "adjust_lr_fn": _scale_fault,
     "ns_steps": _whole_number(99),
     **dict.fromkeys(("use_muon", "nesterov", "transposed"), _TRUTH),
-    # options that torch's optimizers store in their groups; values that would change the update rule are refused
+    # options that torch's optimizers store in their groups; values that would change the update rule are rejected
     "maximize": _only(False, "this optimizer minimizes"),
     "amsgrad": _only(False, "AdamW here keeps no largest second moment"),
     "decoupled_weight_decay": _only(True, "AdamW here is no Adam whose decay goes through the moments"),
@@ -121,7 +121,8 @@ def _check_values(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Options of the whole optimizer. Each field is a keyword of `shardmuon.Muon`; the docstring of `Muon` explains it.
+    """Options of the whole optimizer. Each field is a keyword argument of `shardmuon.Muon`, whose docstring explains
+    the field.
 
     Raises:
         ValueError: An option is invalid.
@@ -162,8 +163,8 @@ _CONFIG_OPTIONS = tuple(one.name for one in fields(MuonConfig))
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-# Dict from a value of `adjust_lr_fn` to the function that computes the factor on lr for a rows x cols matrix.
-# docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
+# Dict from a value of `adjust_lr_fn` to the function that computes the factor for lr from the shape (rows, cols) of a
+# matrix. docs/learning_rate.md explains the formulas, and lists libraries that use the same names for other formulas.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # the scale of Keller Jordan's Muon, and of torch.optim.Muon with "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -181,7 +182,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "transposed": False,
 }
-# Options of a group whose values are process groups, and that apply to plain (not DTensor) tensors. Checkpoints do not
+# Group options whose values are process groups and that apply only to plain (not DTensor) tensors. Checkpoints do not
 # contain these options, because a checkpoint can be loaded with another sharding.
 PLACE_OPTIONS = ("tp_group", "process_group")
 # These defaults must not be in `optimizer.defaults`: if CyclicLR and OneCycleLR find "betas" there, they change
@@ -197,7 +198,7 @@ _MUON_OPTIONS = (
 )
 ONLY_MUON = {*_MUON_OPTIONS, *VIEW_DEFAULTS}
 GROUP_OPTIONS = ("use_muon", "lr", "weight_decay", *_MUON_OPTIONS, *ADAMW_DEFAULTS, *VIEW_DEFAULTS, *PLACE_OPTIONS)
-# Keys that are not group options, but that users are likely to write in a group. Each value is the part of the error
+# Keys that are not group options but that users are likely to write in a group. Each value is the part of the error
 # message that follows the key.
 ELSEWHERE = {
     **{
@@ -226,15 +227,15 @@ _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_mom
 
 @cache
 def lr_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
-    """Return the factor on the learning rate of a matrix. rows x cols is the global shape of the matrix, never the
-    shape of a shard."""
+    """Return the factor by which the learning rate of a matrix is multiplied. rows x cols is the global shape of the
+    matrix, never the shape of a shard."""
     return _LR_SCALES[adjust_lr_fn or "original"](rows, cols)
 
 
 def _check_keys(where: str, given: Iterable[str]) -> None:
-    """Raise ValueError if a group's keys contain a misspelled option or an option that does not belong in a group. The
-    message starts with `where`. Unknown keys that do not resemble an option, such as keys of a scheduler, are
-    allowed."""
+    """Raise ValueError if a group has a misspelled option or an option that does not belong in a group. The
+    message starts with `where`. Unknown keys that do not resemble an option, such as a scheduler's keys, are allowed.
+    """
     for key in given:
         if key in GROUP_OPTIONS or key in _FOREIGN:
             continue
@@ -291,8 +292,8 @@ def refuse_sets(where: str, given: object, write: str) -> None:
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError for the first invalid option of a group. The message starts with `where`. The options of both
     Muon and AdamW are checked in every group, since users can change `use_muon` later."""
-    # A missing lr or weight_decay raises KeyError in this line, before anything changes. Otherwise, the error would
-    # occur in the AdamW step, after matrices have changed.
+    # If lr or weight_decay is missing, this line raises KeyError before anything changes. Otherwise, the error would
+    # occur in the AdamW step, after Muon has changed matrices.
     _check_values(where, {"lr": group["lr"], "weight_decay": group["weight_decay"], **group})
     if not group.get("use_muon", True):
         return
@@ -324,7 +325,7 @@ class Settings:
         lr: Learning rate as a float.
         given_lr: The group's learning rate as the user set it: a float or a tensor.
         coefficients: One triple (a, b, c) for each Newton-Schulz step.
-        cautious: True if a weight decays only where its decay and its update have the same direction.
+        cautious: True if an element of a weight decays only where decay and update have the same direction.
         stages: Stages of the group's variant.
         view: The options that define which matrices a parameter holds (`VIEW_DEFAULTS`).
         batch: Printed form of the options that must be equal for all matrices of a batch, and on all ranks that share a
@@ -368,7 +369,7 @@ class Settings:
 
     @cached_property
     def text(self) -> str:
-        """The settings as a string, for comparison between ranks."""
+        """The settings as text, which ranks compare."""
         # an fp64 tensor is formatted like a Python float, since both have the same precision
         kind = self.given_lr.dtype if isinstance(self.given_lr, Tensor) else torch.float64
         return (
@@ -379,8 +380,8 @@ class Settings:
 
 
 def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
-    """Determine the matrices of a parameter from the options of its group. Raises ValueError, with the parameter's
-    name, if the options do not match the parameter's shape."""
+    """Determine the matrices of a parameter from the options of its group. Raise ValueError, with the parameter's name,
+    if the options do not match the parameter's shape."""
     engine: Engine | None = None
     shape: Ints = ()
     try:
@@ -396,17 +397,17 @@ def view_of(name: str, param: Tensor, group: Group) -> MatrixView:
 
 
 class OptionsReader:
-    """Reader of the options of an optimizer's groups. Caches the settings of each group until the group's options
+    """Reader of the options of an optimizer's groups, which caches the settings of each group until the group's options
     change."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[tuple[object, ...], Settings | None]] = []
 
     def read(self, groups: Sequence[Group]) -> list[Settings | None]:
-        """Return the current settings of each group; None for a group that AdamW updates.
+        """Return the current settings of each group, with None for groups that AdamW updates.
 
         Raises:
-            ValueError: An option is invalid. The message has the group's index.
+            ValueError: An option is invalid. The message contains the group's index.
         """
         found: list[Settings | None] = []
         for index, group in enumerate(groups):
@@ -424,9 +425,9 @@ class OptionsReader:
 def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the options of a saved group (`theirs`) into those of the optimizer's group (`mine`). The saved options
     take precedence, with two exceptions. Process groups and names are not replaced, because saved groups have no
-    process groups, and saved names can contain prefixes of wrappers such as torch.compile. `variant` is not replaced
-    if the saved group has none: the state that the variant needs is then missing, which raises an error. Otherwise
-    the variant would be dropped silently."""
+    process groups, and saved names can contain prefixes of wrappers such as torch.compile. `variant` is not replaced if
+    the saved group has no variant, so that the missing state of the variant raises an error. Otherwise, the variant
+    would be dropped silently."""
     group = {**mine, **theirs, **{key: mine[key] for key in (*PLACE_OPTIONS, "param_names") if key in mine}}
     if mine.get("variant") is not None and group["variant"] is None:
         group["variant"] = mine["variant"]
@@ -435,7 +436,7 @@ def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Copy and check a parameter group that the user has passed. In the copy, parameters are in a list, process groups
-    are converted to `GroupRef`s, and missing options have default values.
+    are `GroupRef`s, and missing options have default values.
 
     Args:
         known: The groups that the optimizer already has.
@@ -461,8 +462,8 @@ def new_group(known: Sequence[Group], param_group: Group, defaults: Mapping[str,
 
 
 def _check_group(known: Sequence[Group], group: Group, given: Collection[str], defaults: Mapping[str, Any]) -> None:
-    """Check a group that has every option. `given` are the keys that the user has set. Raises TypeError or
-    ValueError."""
+    """Check a group in which every option has a value, and raise TypeError or ValueError if the group is invalid.
+    `given` contains the keys that the user has set."""
     index = len(known)
     params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
@@ -489,7 +490,7 @@ def _check_group(known: Sequence[Group], group: Group, given: Collection[str], d
             check_expert(p, group, unset)
             UnitPlace.refuse_flat(p)
             if isinstance(engine := engine_for(p, group), TensorParallelEngine):
-                engine.cut(p)  # clipping and checkpoints need the cut of AdamW's parameters, too
+                engine.cut(p)  # raises ValueError if the attributes that describe the sharding are invalid
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

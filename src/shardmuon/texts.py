@@ -1,5 +1,4 @@
-"""Functions that format parts of messages and reports: suggestions for misspelled names, tables, and shortened
-lists."""
+"""Functions that format suggestions for misspelled names, tables and shortened lists, for messages and reports."""
 
 from __future__ import annotations
 

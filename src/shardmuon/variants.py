@@ -150,7 +150,7 @@ def _line_norms(
     """Compute the Euclidean norms of rows or columns, accumulated in at least fp32.
 
     On CPUs, `vector_norm` along a dim whose elements are not adjacent in memory takes five to ten times as long as a
-    sum along this dim. In this case, the function computes the norm from a sum of squares.
+    sum along this dim. For such a dim, the function computes the norm from a sum of squares.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     last_in_memory = -1 if x.is_contiguous() else -2
@@ -186,8 +186,8 @@ class Stage:
 
 
 class BeforeStage(Stage):
-    """Stage that transforms the input of the orthogonalization, whole matrices of one shape. Such a stage has no
-    state."""
+    """Stage that transforms the input of the orthogonalization, which consists of whole matrices of one shape. Such a
+    stage has no state."""
 
     def run_(
         self,
@@ -260,12 +260,12 @@ def scaled_(
 
 def _over(numbers: Tensor, norms: Tensor) -> Tensor:  # both arguments and the result have shape (B, 1)
     """Divide numbers by norms. Quotients that are NaN or infinite, as for matrices of zeros or matrices with NaN or
-    Inf, are replaced by 1."""
+    Inf, are replaced with 1."""
     return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
 
 
 class WeightStage(Stage):
-    """Stage that multiplies each matrix of weights by a factor after the update. A variant has at most one such stage.
+    """Stage that multiplies each weight matrix by a factor after the update. A variant has at most one such stage.
     In each step, ranks that share several matrices compute the norms of all of them in a single reduction.
 
     The state is one number per matrix: the norm of the matrix before the first step, or 0 while this norm is unknown.
@@ -300,7 +300,7 @@ class MuonEq(BeforeStage):
     Source: https://arxiv.org/abs/2603.28254, in the paper's default form "R" (rows), which nanochat also uses
     (nanochat/optim.py). Two details differ from nanochat. nanochat preserves the mean norm of the rows, but the result
     of the orthogonalization depends only on the ratios of the norms. nanochat also clamps row norms at 1e-6, although
-    rows of small gradients can have smaller norms; this class scales all rows except rows of zeros.
+    rows with small gradients can have smaller norms; this class scales all rows except rows of zeros.
     """
 
     def run_(self, x: Tensor) -> None:
@@ -314,8 +314,8 @@ class MuonEq(BeforeStage):
 
 
 def _unit_anyway_(x: Tensor) -> None:  # `x` has shape (B, m, n)
-    """Divide each row by its norm and by the square root of the number of nonzero rows, in place. Correct for values of
-    any magnitude; does not synchronize with the device.
+    """Divide each row by its norm and by the square root of the number of nonzero rows, in place. The result is correct
+    for values of any magnitude, and the function does not synchronize with the device.
 
     Each row is first divided by a power of two. This division is exact, and it brings the largest magnitude in the row
     to 0 or to a number between 1 and 2 (for rows of subnormal numbers, at least 2^-23, or 2^-52 in fp64). The function
@@ -361,7 +361,7 @@ def _power_of_two(size: Tensor) -> Tensor:  # `size`: nonnegative, fp32 or fp64,
 
 
 class NorMuon(AfterStage):
-    """Scaling of the rows or columns of an orthogonalized matrix O (m x n) by a running average v of their mean
+    """Scaling of the rows or columns of an orthogonalized matrix O (m x n), based on a running average v of their mean
     squares, which starts at zero (NorMuon):
 
         v   <- beta2 v + (1 - beta2) mean(O^2)    along columns (m numbers) where m >= n, else along rows (n numbers)
@@ -390,7 +390,7 @@ class NorMuon(AfterStage):
         means = norms.means
         assert means is not None, "for `of_lines`"
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
-        floored = kept.to(means.dtype).clamp(min=1e-10)  # the lower bound 1e-10 is nanochat's
+        floored = kept.to(means.dtype).clamp(min=1e-10)  # nanochat uses the same lower bound, 1e-10
         # ||O||^2 and ||O'||^2 are the sums of their mean squares over lines, times the same constant, which cancels.
         restored = _over(*norms.sums(means, means / floored))
         return (restored / floored).sqrt_()
@@ -455,7 +455,7 @@ _ALL = ", ".join(map(repr, VARIANTS))
 
 
 def names_in(variant: str | None) -> tuple[str, ...]:
-    """Split a group's `variant` into the names of variants; () for None, which is plain Muon.
+    """Split a group's `variant` into the names of variants, or return () for None, which means plain Muon.
 
     Raises:
         ValueError: `variant` is not a string, or a name is unknown or given twice. The message does not name the group.
@@ -495,7 +495,7 @@ def check_variant(group: Mapping[str, Any]) -> None:
 
 
 def stages_of(group: Mapping[str, Any]) -> Stages:
-    """Return the stages of a group's variant, in the order in which they run; () for plain Muon.
+    """Return the stages of a group's variant, in the order in which they run, or () for plain Muon.
 
     Raises:
         ValueError: The group's `variant` is invalid.
@@ -506,7 +506,7 @@ def stages_of(group: Mapping[str, Any]) -> Stages:
 
 
 def keeping(stages: Stages) -> Stages:
-    """Select the stages that have state, only the first stage for each `key`. A parameter has one state tensor for each
-    of the selected stages, in this order."""
+    """Select the stages that have state, but only the first stage for each `key`. A parameter has one state tensor for
+    each of the selected stages, in this order."""
     first = {stage.key: stage for stage in reversed(stages) if stage.key}
     return tuple(stage for stage in stages if first.get(stage.key) is stage)

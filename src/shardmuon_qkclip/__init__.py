@@ -1,4 +1,4 @@
-"""QK-clip: bound attention logits by scaling the rows of query and key weights, on any sharding."""
+"""QK-clip: bound attention logits by scaling the rows of query and key weights, with any sharding."""
 
 from shardmuon_qkclip.clip import LogitReport, QKClip
 from shardmuon_qkclip.layers import Attention, Rows

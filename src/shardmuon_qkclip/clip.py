@@ -11,8 +11,8 @@ after each step (scaling.py).
     During a layer's forward, a `TorchFunctionMode` intercepts the functions in `_MEASURES`, under whatever name the
     layer has imported them. The arguments of `scaled_dot_product_attention` are the queries and keys after rotation,
     caching and repetition. Attention that is written out in torch operations (transformers' "eager") is measured at its
-    softmax, whose argument is the logits. Kernels that are not torch functions, such as those of flash-attn, cannot be
-    intercepted.
+    softmax, whose input consists of the logits. Kernels that are not torch functions, such as those of flash-attn,
+    cannot be intercepted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LogitReport(NamedTuple):
     Attributes:
         step: Number of the last measured step, counted from 1; 0 before the first measured step.
         tau: Largest allowed logit.
-        layers: Largest logits and factors (gains) of each layer, as tensors on the device of the weights.
+        layers: Largest logits and scaling factors (gains) of each layer, as tensors on the weights' device.
     """
 
     step: int
@@ -52,8 +52,8 @@ class LogitReport(NamedTuple):
 
     @property
     def max_logit(self) -> float:
-        """Largest logit of all layers; -inf before the first measured step. Reading this property synchronizes with the
-        accelerator."""
+        """Largest logit over all layers; -inf before the first measured step. Reading this property synchronizes with
+        the accelerator."""
         return max((float(layer.maxima.max()) for layer in self.layers), default=-math.inf)
 
     @property
@@ -79,19 +79,19 @@ class QKClip:
     like weights. Kimi K2 (https://arxiv.org/abs/2507.20534) and Megatron (`clip_qk`) use the same rule. The scaled
     weights have the same bits as in one process, on any sharding.
 
-    Scaling runs at the end of each `optimizer.step()`. So frameworks that step copies of the weights (DeepSpeed's ZeRO,
-    Megatron) write weights that are already scaled back to the model. Scaling is collective and does not wait for the
-    accelerator. The optimizer's groups determine which ranks hold replicas of plain tensors. If an error occurs on one
-    rank, or if ranks have different settings, `step()` raises a RuntimeError on every rank. The step is then complete,
-    but nothing has been scaled.
+    Scaling runs at the end of each `optimizer.step()`. So frameworks whose optimizers update copies of the weights
+    (DeepSpeed's ZeRO, Megatron) copy the weights back to the model after they have been scaled. Scaling is collective
+    and does not wait for the accelerator. The optimizer's groups determine which ranks hold replicas of plain tensors.
+    If an error occurs on one rank, or if ranks have different settings, `step()` raises a RuntimeError on every rank.
+    The step is then complete, but nothing has been scaled.
 
     Args:
         model: The model whose attention is measured.
-        optimizer: The optimizer that steps the model's weights. Its groups must contain the weights' names. For
-            Megatron's ChainedOptimizer, pass the chained optimizer that has the matrices.
-        tau: Largest allowed logit. With math.inf, logits are only measured.
+        optimizer: The optimizer that updates the model's weights. Its groups must contain the weights' names. For
+            Megatron's ChainedOptimizer, pass the one of its optimizers that updates the matrices.
+        tau: Largest allowed logit. If it is math.inf, logits are measured but weights are not scaled.
         alpha: Exponent of the factor for the queries, in [0, 1].
-        every: Interval in steps. Logits are measured and weights are scaled in the first step, and then once per
+        every: Number of steps per interval. Logits are measured and weights are scaled in the first step of each
             interval. Other steps cost nothing.
         layers: Layers to measure and scale. The name of each layer must be the name of its module. Default: all layers
             that `Attention.all_in` finds.
@@ -108,7 +108,7 @@ class QKClip:
 
     Raises:
         ValueError: No attention layer was found, a layer cannot be clipped, or one of its weights is not in the
-            optimizer. The message names the correction.
+            optimizer. The message suggests a correction.
 
     Examples:
         >>> from shardmuon import Muon
@@ -153,7 +153,8 @@ class QKClip:
         if self._scaler.host is None:
             self._scaler.find()
         self._pending: dict[str, Tensor] = {}  # dict from layer name to the largest logits since the last step
-        # True if the maxima of this training step have been reduced; a framework can call step() several times per step
+        # True if the maxima of this training step have been reduced; a framework can call step() several times per
+        # training step
         self._has_reduced = False
         self._num_steps, self.report = 0, LogitReport(0, tau)
         self._handles: list[Any] = []
@@ -173,8 +174,8 @@ class QKClip:
             handle.remove()
 
     def reset(self) -> None:
-        """Discard the logits measured since the last step. Loading optimizer state does so automatically. Call this
-        method if you change the model's weights without loading optimizer state."""
+        """Discard the logits measured since the last step. This happens automatically when optimizer state is loaded.
+        Call this method if you change the model's weights without loading optimizer state."""
         self._pending.clear()
         self._has_reduced = False
 
@@ -200,7 +201,7 @@ class QKClip:
 
     @property
     def _is_measured(self) -> bool:
-        """True if logits are measured for the step in progress, or between steps for the next step."""
+        """True if logits are measured for the step in progress or, between steps, for the next step."""
         return self._num_steps % self.every == 0
 
     def _count(self, name: str, maxima: Tensor) -> None:
@@ -213,7 +214,7 @@ class QKClip:
     def _of_all_heads(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
         """Convert measured maxima to one maximum for each head of the layer.
 
-        The measured maxima can cover only this rank's heads under tensor parallelism; the other heads then get -inf.
+        Under tensor parallelism, the measured maxima may cover only this rank's heads; all other heads then get -inf.
         If the measured maxima have a single dim for batch and heads, the maximum over the batch is taken.
         """
         here, total = len(maxima), layer.num_heads
@@ -233,13 +234,13 @@ class QKClip:
         return whole.flatten()
 
     def _parts(self, layer: Attention, holder: Holder, num_parts: int) -> list[int]:
-        """Find the part of the heads that this rank computes under tensor parallelism, if the heads are divided into
+        """Find which part of the heads this rank computes under tensor parallelism, if the heads are divided into
         `num_parts` equal parts.
 
         Returns:
-            The indices of all parts that are possible; the part is known only if there is exactly one. They come from
-            the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the tp_group of
-            the optimizer's groups.
+            The indices of all possible parts. The part is known only if there is exactly one index. The indices come
+            from the sharding of the query weight if it is a DTensor in the forward pass, and otherwise from the
+            tp_group of the optimizer's groups.
         """
         rows = next(rows for rows in layer.rows if rows.num("q"))
         below = [below for below, (_, place) in holder.weights.items() if place.name == rows.weight]
@@ -306,14 +307,15 @@ def _largest_logits(
 ) -> Tensor:  # shape (H,), fp32; -inf for a head whose logits are all hidden by the mask
     """Compute the largest logit of each head over all batches and positions.
 
-    The arguments are the same as for `torch.nn.functional.scaled_dot_product_attention`, with the addition of `chunk`.
-    `value`, `dropout_p` and `enable_gqa` have no influence on the result.
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention` and, in addition, `chunk`. `value`,
+    `dropout_p` and `enable_gqa` do not affect the result.
 
     Args:
         query: Queries. For a DTensor, this rank's part is used.
         key: Keys. For a DTensor, this rank's part is used. If several query heads share a key head, there are fewer key
             heads than query heads.
-        attn_mask: Mask. Finite values that a float mask adds to logits are ignored, see [Note: what is measured].
+        attn_mask: Attention mask. Finite values that a float mask adds to logits are ignored (see [Note: what is
+            measured]).
         is_causal: If True, query i attends only to keys 0 to i.
         scale: Scale of the softmax. Default: 1 / sqrt(E).
         chunk: Number of logits to compute at a time. At least one row of each head is computed.
@@ -347,8 +349,8 @@ def _per_head(logits: Tensor) -> Tensor:  # shape (.., H, L, S) -> (H,); -inf if
 
 
 def _is_hidden(mask: Tensor) -> Tensor:
-    """Return a bool mask that is True where `mask` hides a key from a query. A bool mask hides a key by False, a float
-    mask by -inf or by a value near the lowest value of its dtype."""
+    """Return a bool mask that is True where `mask` hides a key from a query. In a bool mask, False hides a key. In a
+    float mask, -inf or a value near the lowest value of the dtype hides a key."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
@@ -370,10 +372,10 @@ _MEASURES: dict[Any, Callable[..., Tensor | None]] = {
 
 
 class _Watch(TorchFunctionMode):
-    """Context manager that measures the logits of one attention layer, see [Note: where it is measured].
+    """Context manager that measures the logits of one attention layer (see [Note: where it is measured]).
 
     Args:
-        found: Function to which each intercepted call passes the largest logit of each head.
+        found: Function that is called with the largest logit of each head for each intercepted call.
     """
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:

@@ -1,5 +1,5 @@
-"""Describe attention layers by the rows of weights that produce queries and keys, and find the attention layers of a
-model by the parameters and attributes of its modules. No framework is imported.
+"""Describe attention layers by the weight rows that produce queries and keys, and find a model's attention layers by
+the parameters and attributes of its modules. No framework is imported.
 
 A *layer* is an attention layer. A *head* is a query head. A *group* is a set of query heads that share one key head. A
 *role* says what the rows of a weight produce: "q" and "k" stand for queries and keys, which are both scaled; "q_pe"
@@ -40,8 +40,8 @@ class Rows:
     Attributes:
         weight: The parameter's name.
         parts: (role, number of rows) of each block of rows, in the order in which the blocks are stored.
-        repeats: Number of times that the sequence of blocks occurs: 1 for [all q, all k, all v], the number of heads
-            for [q, k, v of head 0, q, k, v of head 1, ..].
+        repeats: Number of times that the sequence of blocks occurs: 1 for [all q, all k, all v], and the number of
+            heads for [q, k, v of head 0, q, k, v of head 1, ..].
         dim: Dim of the parameter that indexes the rows: 0, or 1 for a weight that is stored transposed (`x @ W`).
 
     Raises:
@@ -69,14 +69,14 @@ class Rows:
             )
 
     def num(self, *roles: _Role) -> int:
-        """Count the rows that have one of the given roles; all rows if no role is given."""
+        """Count the rows that have one of the given roles, or all rows if no role is given."""
         return self.repeats * sum(size for role, size in self.parts if role in roles or not roles)
 
     def factors(self, of_heads: Mapping[_Role, Tensor]) -> Tensor:  # shape (num(),)
         """Compute the factor of each row.
 
         Args:
-            of_heads: Role -> factor of each head, in order. All heads of a role have equally many rows.
+            of_heads: Role -> factor of each head, in order. All heads of a role have the same number of rows.
         """
         parts = [(of_heads[role], self.repeats * size) for role, size in self.parts]
         columns = [heads.repeat_interleave(num // len(heads)).view(self.repeats, -1) for heads, num in parts]
@@ -96,7 +96,8 @@ class Attention:
             are any, scaling the weights would not change the logits.
 
     Raises:
-        ValueError: The numbers of heads and rows do not fit together, or no parameter has rows of q, or of k.
+        ValueError: The numbers of heads and rows do not fit together, or no parameter has rows with role "q" or none
+            has rows with role "k".
     """
 
     name: str
@@ -172,14 +173,14 @@ class Holder(NamedTuple):
     weights: dict[str, tuple[Tensor, Place]]
 
     def shape(self, below: str) -> Ints:
-        """Return the global shape of the parameter named `below`; (0,) if the shape is unknown, as for plain
+        """Return the global shape of the parameter named `below`, or (0,) if the shape is unknown, as for plain
         tensor-parallel shards."""
         param, place = self.weights[below]
         shape, unknown = Placed(param, (place,)).shape({})
         return (0,) if unknown else shape
 
     def number(self, *names: str) -> int:
-        """Return the first positive integer among the given attributes of the module and of its config; 0 if there is
+        """Return the first positive integer among the given attributes of the module and its config, or 0 if there is
         none."""
         owners = (self.module, getattr(self.module, "config", None))
         values = (getattr(owner, name, None) for name in names for owner in owners)
@@ -187,7 +188,8 @@ class Holder(NamedTuple):
 
     @classmethod
     def all_in(cls, model: nn.Module) -> dict[str, Holder]:
-        """Find every module that has parameters, either itself or in its submodules, by module name."""
+        """Return a dict from module name to `Holder`, for every module that has parameters, either itself or in its
+        submodules."""
         found: dict[str, Holder] = {}
         for param, places in Placed.all_in(model):
             for place in places:
@@ -199,7 +201,7 @@ class Holder(NamedTuple):
 
 def _layer_in(holder: Holder) -> Attention | None:
     """Describe the attention layer that a module implements, by the parameters that produce its queries and keys.
-    Returns None if the module has no such parameters.
+    Return None if the module has no such parameters.
 
     Raises:
         ValueError: Logits of this type of module cannot be measured, sizes are unknown or do not fit together, or the
@@ -219,7 +221,8 @@ def _layer_in(holder: Holder) -> Attention | None:
             nope, rope, value = map(number, sizes)
             parts: dict[str, _Parts] = {q: (("q", nope), ("q_pe", rope)), k: (("k", nope), ("", value))}
             return _layer(holder, parts, number(*_HEADS), size=nope)
-    # Megatron stores the rows of q, k and v of one group of heads after those of another.
+    # Megatron stores the rows by group of heads: first the rows of q, k and v of the first group, then those of the
+    # second, and so on.
     if "linear_qkv.weight" in holder.weights and number("kv_channels"):
         size, heads = number("kv_channels"), number("num_attention_heads")
         groups = number("num_query_groups") or heads or 1
@@ -244,14 +247,14 @@ def _layer_in(holder: Holder) -> Attention | None:
 def _layer(
     holder: Holder, of_weights: Mapping[str, _Parts], repeats: int = 1, dim: int = 0, size: int = 0
 ) -> Attention:
-    """Make the description of a module's attention layer.
+    """Make the `Attention` that describes a module's attention layer.
 
     Args:
         holder: The module with its parameters.
         of_weights: Weight name, relative to the module -> blocks of rows, as in `Rows.parts`, for each weight that
             produces queries or keys. Unknown sizes are 0.
         repeats, dim: Attributes of `Rows`, equal for all these weights.
-        size: Number of rows with role "q" in a head. 0 if the number must be derived from the module's attributes.
+        size: Number of rows with role "q" per head; 0 if the number must be derived from the module's attributes.
 
     Raises:
         ValueError: A size is unknown, or sizes do not fit together.

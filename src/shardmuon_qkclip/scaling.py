@@ -1,5 +1,5 @@
-"""Scale rows of sharded query and key weights, depending on the largest attention logits over all ranks. The rows are
-located once. From then on, each step needs a single reduction over ranks.
+"""Scale rows of sharded query and key weights, based on the largest attention logits over all ranks. The rows are
+located once; after that, each step needs a single reduction over ranks.
 
 [Note: the rule]
     Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
@@ -9,24 +9,25 @@ located once. From then on, each step needs a single reduction over ranks.
         g = tau / S if S > tau, else 1
         q rows times g^alpha,  k rows times g^(1 - alpha),  q_pe rows times g,  shared rotary keys unchanged
 
-    So the head's logits are multiplied by g. If S is not finite, g = 1, because S then shows nothing about the weights.
+    So the head's logits are multiplied by g. If S is not finite, g = 1, because S then contains no information about
+    the weights.
 
 [Note: exact on any sharding]
-    The largest logits are reduced over ranks by max. The order of a max does not matter, so the result is equal on
-    every rank. Every rank computes the same factors from the result, and multiplies the elements that it stores. So the
-    scaled weights have the same bits as in one process. A layout table lists the elements that each rank stores. All
-    ranks make this table together, and cache it.
+    The largest logits are reduced over ranks by max. A maximum does not depend on the order of its arguments, so the
+    result is equal on every rank. Every rank computes the same factors from the result, and multiplies the elements
+    that it stores. So the scaled weights have the same bits as in one process. A layout table lists the elements that
+    each rank stores. All ranks make this table together, and cache it.
 
 [Note: variants that keep norms]
     The optimizer variant Hyperball restores the initial norm of each matrix, so it would undo the scaling in the next
     step. Hyperball needs no QK-clip: it bounds logits itself, because the norms of the weights of q and k do not grow.
-    So QK-clip refuses weights that are updated by a variant that keeps norms.
+    So QK-clip raises an error for weights that are updated by a variant that keeps norms.
 
 [Note: who reduces]
     A layer's weights can be stored on several overlapping sets of ranks. The layer's maxima are taken over all ranks
     that these sets connect. A single reduction covers all layers. It runs over all ranks that share parameters directly
-    or through other ranks. In the reduced vector, each layer has a separate slot for each group of connected ranks. A
-    rank contributes -inf to all slots except those of its own groups.
+    or through other ranks. In the reduced vector, each layer has a separate slot for each set of connected ranks. A
+    rank contributes -inf to all slots except those of the sets that it belongs to.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class _Target(NamedTuple):
     engine: Engine
 
     def key(self) -> object:
-        """Return a cache key of the layout table. The key changes whenever the table must be rebuilt."""
+        """Return this weight's part of the layout table's cache key. The key changes whenever the table must be
+        rebuilt."""
         stored, group = self.weight.stored, self.weight.group
         return self.rows, id(stored), self.engine, self.engine.signature(stored), *map(group.get, PLACE_OPTIONS)
 
@@ -92,8 +94,8 @@ class _Bound(Agreed):
         key: Cache key, which changes if the weights or their sharding change.
         device: Device of the largest logits.
         layouts: Layout of each weight, which lists the elements that each rank stores.
-        slots: Slots of the vector that is reduced, in order. A slot is (layer, number of heads, ranks over which the
-            layer's maxima are taken).
+        slots: Slots of the reduced vector, in order. Each slot is a tuple (layer name, number of heads, ranks over
+            which the layer's maxima are taken).
     """
 
     slots: list[tuple[str, int, Ranks]]
@@ -104,7 +106,7 @@ class _Bound(Agreed):
         self.layouts = table.layouts
         for target, layout in zip(targets, table.layouts, strict=True):
             rows, size = target.rows, layout.view.shape[target.rows.dim]
-            # All ranks with this weight find the same sizes, so all of them raise the error.
+            # All ranks that have this weight see the same sizes, so all of them raise the error.
             if size != rows.num():
                 raise Refused(
                     f"{target.layer.name}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
@@ -112,7 +114,7 @@ class _Bound(Agreed):
                 )
 
     def own_slots(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the slot of each layer on this rank, by layer name. The slots are views of `flat`, a vector of all
+        """Return this rank's slot for each layer, by layer name. The slots are views of `flat`, the vector of all
         slots."""
         parts = flat.split([num_heads for _, num_heads, _ in self.slots])
         return {name: part for (name, _, ranks), part in zip(self.slots, parts, strict=True) if my_rank() in ranks}
@@ -122,13 +124,13 @@ class Scaler(TableCall[_Bound]):
     """Reduce the largest logits over ranks, and scale the parts of query and key weights that this rank stores.
 
     Args:
-        optimizer: The optimizer that steps the weights.
+        optimizer: The optimizer that updates the weights.
         layers: The attention layers to scale.
         tau: Largest allowed logit.
-        alpha: Exponent of the factor for the queries, in [0, 1], see [Note: the rule].
+        alpha: Exponent of the factor for the queries, in [0, 1] (see [Note: the rule]).
         process_group: Ranks that train the same weights on other batches. Required only if the sharding of the weights
-            does not show these ranks.
-        params: Name -> parameter of the model.
+            does not reveal these ranks.
+        params: Mapping from name to parameter of the model.
 
     Raises:
         ValueError: tau or alpha is out of range, or two layers have the same name.
@@ -175,7 +177,7 @@ class Scaler(TableCall[_Bound]):
 
         Args:
             measure: Function that returns this rank's maxima. Layers that were not measured can be missing. The
-                function can come from the user, so it can raise any exception.
+                function may be the user's, so it may raise any exception.
 
         Raises:
             Refused: An error occurred on this rank or on another rank. The exception is raised on every rank.
@@ -189,7 +191,7 @@ class Scaler(TableCall[_Bound]):
             self._all = _largest(self._own, bound.component, self._group)
         except Refused:  # all ranks raise Refused at the same point, so training can continue
             raise
-        except BaseException as error:  # other ranks may still be waiting for this rank, or may have continued
+        except BaseException as error:  # other ranks may still be waiting for this rank or may have continued
             if not self._is_alone:
                 self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
                 if self._bound is not None:
@@ -220,12 +222,12 @@ class Scaler(TableCall[_Bound]):
         return done
 
     def _scale(self, bound: _Bound) -> tuple[LayerLogits, ...]:
-        """Scale the elements of each weight that this rank stores. Returns the logits and gains of each layer."""
+        """Scale the elements of each weight that this rank stores. Return the logits and gains of each layer."""
         maxima = bound.own_slots(self._all.to(self._own.device))
         gains = {name: _gains(layer, maxima[name], self._tau) for name, layer in self._by_name.items()}
         of_heads = {name: _factors(layer, gains[name], self._alpha) for name, layer in self._by_name.items()}
         for target, layout in zip(self.find(), bound.layouts, strict=True):
-            # If the framework takes a step in several calls, each call scales only the weights that it has stepped.
+            # If the framework takes a step in several calls, scale only the weights that this call has updated.
             if math.isinf(self._tau) or not target.weight.now:
                 continue
             dim, local = target.rows.dim, target.engine.storage(target.weight.stored)
@@ -236,8 +238,8 @@ class Scaler(TableCall[_Bound]):
         return tuple(LayerLogits(name, maxima[name], gain) for name, gain in gains.items())
 
     def _remember(self, text: str) -> str:
-        """Make the optimizer refuse further steps, as after an error in a step. Returns the complete error message,
-        which contains the reason `text`."""
+        """Make the optimizer refuse further steps, as it does after an error in a step. Return the complete error
+        message, which contains the reason `text`."""
         text = f"QK-clip was broken off: {text}. {ExchangeError.RELOAD if self._is_alone else ExchangeError.REMEDY}"
         if hasattr(self._optimizer, "broken"):
             self._optimizer.broken = self._optimizer.broken or text
@@ -272,8 +274,8 @@ class Scaler(TableCall[_Bound]):
         return _Bound(table, found), told
 
     def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
-        """Assign slots of the reduced vector to the layers, from the entries that all ranks have sent. A layer gets one
-        slot for each set of connected ranks, see [Note: who reduces]."""
+        """Assign slots of the reduced vector to the layers, based on the mappings from layers to ranks that all ranks
+        have sent. A layer gets one slot for each set of connected ranks (see [Note: who reduces])."""
         kept.slots = []
         for layer in sorted(set().union(*everyone)):
             connected: list[Ranks] = []
@@ -308,13 +310,13 @@ class Scaler(TableCall[_Bound]):
 
     @property
     def host(self) -> Host | None:
-        """Integration with the framework (such as DeepSpeed) whose tensors the optimizer steps; None if there is
-        none."""
+        """Integration with the framework (such as DeepSpeed) whose tensors the optimizer updates, or None without a
+        framework."""
         hosts = getattr(self._optimizer, "hosts", None)
         return hosts.active if isinstance(hosts, Hosts) else None
 
     def _weights(self) -> list[Weight]:
-        """List all weights that the optimizer steps, including a framework's copies of parameters."""
+        """List all weights that the optimizer updates, including a framework's copies of parameters."""
         if self.host is not None:
             return self.host.weights(self._optimizer)
         groups = enumerate(self._optimizer.param_groups)
@@ -353,9 +355,9 @@ class Scaler(TableCall[_Bound]):
         return list(found.values())
 
     def _check_may_be_scaled(self, layer: Attention, weight: Weight, param: Tensor) -> None:
-        """Raise ValueError if scaling a weight would be useless or wrong, unless `tau` is infinite: the layer
-        normalizes the queries or keys after their projection, the weight is frozen, or the optimizer variant keeps its
-        norm."""
+        """Raise ValueError if `tau` is finite and scaling a weight would be useless or wrong: the layer normalizes the
+        queries or keys after their projection, the weight is frozen, or the optimizer variant keeps the weight's norm.
+        """
         stages = stages_of(weight.group) if weight.group.get("use_muon") else ()
         reasons = {
             f"{layer.normed} normalizes the queries or keys that it makes, and bounds the logits": layer.normed,
@@ -372,12 +374,12 @@ class Scaler(TableCall[_Bound]):
             )
 
     def _one_listed(self, target: _Target) -> Listed:
-        """Make the entry of the layout table for a weight.
+        """Make a weight's entry in the layout table.
 
         Raises:
             ValueError: The weight is a plain tensor, and it is unknown which ranks hold replicas of the weight.
         """
-        # List the weight as a single tensor, because QK-clip scales rows and needs no matrices.
+        # List the weight as one tensor instead of the matrices in it, because QK-clip scales rows.
         weight, group = target.weight, {**target.weight.group, "use_muon": False}
         is_unknown = type(target.engine) is Engine and self._group is None and group.get("process_group") is None
         if is_unknown and num_ranks() > 1:
@@ -395,8 +397,7 @@ def _largest(
     ranks: Ranks,
     hint: GroupRef | None,
 ) -> Tensor:
-    """Compute the elementwise maximum over `ranks` of a vector that each of these ranks has. Collective among
-    `ranks`."""
+    """Compute the elementwise maximum, over `ranks`, of each rank's vector `flat`. Collective among `ranks`."""
     if len(ranks) == 1:
         return flat
     group = group_for(ranks, None if hint is None else hint.live())
@@ -409,7 +410,7 @@ def _largest(
 
 def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
     """Yield each part of a weight that this rank stores, as (view, start). The view has as many dims as the weight, and
-    `start` is the index along `dim` at which the part begins in the weight."""
+    `start` is the index, along `dim` of the weight, at which the part begins."""
     for start, sizes, strides, offset in layout.spans(my_rank(), local.stride()):
         yield local.as_strided(sizes, strides, local.storage_offset() + offset), start[dim]
 
@@ -422,10 +423,11 @@ def _gains(
     maxima: Tensor,  # shape (num_heads,), fp32
     tau: float,
 ) -> Tensor:  # shape (num_groups,), fp32
-    """Compute the factor g of each key head, see [Note: the rule]."""
+    """Compute the factor g of each key head (see [Note: the rule])."""
     largest = maxima.view(layer.num_groups, -1).amax(dim=1)
     over = (largest > tau) & torch.isfinite(largest)
-    # Divide two tensors. For a Python number, torch computes number * (1 / tensor), which is rounded twice.
+    # Divide a tensor by a tensor: if the dividend is a Python number, torch computes number * (1 / tensor), which is
+    # rounded twice.
     return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
 
 
@@ -434,7 +436,7 @@ def _factors(
     gain: Tensor,  # shape (num_groups,)
     alpha: float,
 ) -> dict[Any, Tensor]:
-    """Compute the factors of each role. The roles "q" and "q_pe" have one factor per query head, "k" has one per key
+    """Compute the factors for each role. The roles "q" and "q_pe" have one factor per query head, "k" has one per key
     head, and "" has a single factor of 1."""
     of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
     return {"": gain.new_ones(1), "q": of_head.pow(alpha), "q_pe": of_head, "k": gain.pow(1.0 - alpha)}

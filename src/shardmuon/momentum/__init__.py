@@ -1,1 +1,1 @@
-"""Storage of momentum: dtype, device, 8-bit codes and stochastic rounding."""
+"""Storage of momentum, with a choice of dtype and device, 8-bit codes and stochastic rounding."""

@@ -1,4 +1,4 @@
-"""The keeper of an optimizer's momentum, which chooses the dtype and the device of stored momentum, and creates,
+"""The keeper of an optimizer's momentum. It determines the dtype and the device of stored momentum, and creates,
 converts and checks the stored momentum of each parameter. The arithmetic is in stores.py.
 """
 
@@ -42,7 +42,7 @@ class Keeper:
 
     Attributes:
         rounds: True if momentum or weights are rounded stochastically. In this case, steps are counted, and ranks must
-            agree on parameter names, because the random bits of a parameter depend on its name and the step.
+            agree on parameter names, because a parameter's random bits depend on its name and on the step.
         as_computed: True if momentum is stored on the device where it is computed, without stochastic rounding.
     """
 
@@ -67,9 +67,9 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------- state
 
     def is_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0) -> bool:
-        """True if a parameter's state can be used as it is: the state contains only the momentum (and the state of the
+        """True if a parameter's state can be used without changes: it contains only the momentum (and the state of the
         Muon variant), and the momentum has the dtype and the device of the gradient. The result is True in nearly every
-        step; if it is False, the caller must call `fit`.
+        step. If it is False, the caller must call `fit`.
 
         Args:
             state: State of the parameter.
@@ -122,8 +122,8 @@ class Keeper:
         return stored[BUFFER], Rounding(stream, stored.get(SCALE), weights)
 
     def _zeros(self, like: Tensor, dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
-        """Create zero-filled tensors for a parameter's momentum and, if 8-bit codes are used, its scales. Returns a
-        dict from state key to tensor.
+        """Create zero-filled tensors for a parameter's momentum and, if 8-bit codes are used, its scales. Return a dict
+        from state key to tensor.
 
         Args:
             like: Local storage of the parameter or its gradient, which determines shape and device.
@@ -165,14 +165,14 @@ class Keeper:
             )
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
-        """Decode the momentum of this rank's part of a parameter, in the shape of the part's local storage. Return None
-        before the first step."""
+        """Decode the momentum for this rank's part of a parameter. The result has the shape of the part's local
+        storage; it is None before the first step."""
         return _decoded(_stored(engine, state))
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
-        """Create a parameter's initial state: zeros, and a step count of 0 if steps are counted."""
+        """Create a parameter's initial state: momentum of zeros and, if steps are counted, a step count of 0."""
         _forget_adamw(state)
         engine = engine_of(param)
         stored = self._zeros(engine.storage(param), gradient_dtype(param) or param.dtype, num_row_dims)
@@ -181,8 +181,8 @@ class Keeper:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
-        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. The next step converts
-        from or to 8-bit codes if needed, because that conversion requires the parameter's layout."""
+        """Convert a loaded state tensor to the dtype and device of this optimizer's momentum. Conversion from or to
+        8-bit codes, which requires the parameter's layout, is left to the next step."""
         dtype, place = self._kinds(param, gradient_dtype(param) or value.dtype)[BUFFER]
         if key == SCALE:
             dtype = torch.float32
@@ -192,8 +192,7 @@ class Keeper:
 
 
 def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a dict from state key to local storage, for the momentum of a parameter and its scales, as far as they
-    exist."""
+    """Return the local storage of a parameter's momentum and scales, as far as they exist, by state key."""
     return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
 
 
@@ -233,15 +232,15 @@ def _forget_adamw(state: MutableMapping[str, Any]) -> None:
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype | None:
-    """Return the dtype of a parameter's gradient; None if the dtype is unknown until there is a gradient
+    """Return the dtype of a parameter's gradient, or None if the dtype is unknown until there is a gradient
     (`param.grad_dtype` is None)."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype) if param.grad is None else param.grad.dtype
     return dtype
 
 
 def offloaded_from(param: Tensor) -> torch.device | None:
-    """Return the accelerator from which a parameter was offloaded to the CPU; None if the parameter was not offloaded,
-    or if its tensor does not record the accelerator."""
+    """Return the accelerator from which a parameter was offloaded to the CPU, or None if the parameter was not
+    offloaded or if its tensor does not record the accelerator."""
     if not is_dtensor(param):
         return getattr(param, "_shardmuon_home", None) if param.device.type == "cpu" else None
     kind = param.device_mesh.device_type
@@ -252,7 +251,7 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 
 def check_blocks(name: str, layout: ParamLayout) -> None:
     """Raise Refused if a shard or a matrix begins or ends inside a block of columns. In 8-bit momentum, all elements of
-    a block have a common scale, so a block cannot be divided."""
+    a block share a scale, so a block cannot be divided."""
     view = layout.view
     dim = view.num_row_dims
     # pairs (rank, description of its shard) for shards that can begin or end inside a block

@@ -1,11 +1,11 @@
-"""Storage formats of momentum (plain, bf16, 8-bit codes) and stochastic rounding, which is exact on average.
+"""Storage formats of momentum (plain, bf16, 8-bit codes), and stochastic rounding, which is exact on average.
 
 [Note: bits belong to elements]
     The random bits of an element depend only on the parameter, the purpose (momentum or weights), the step and the
     element's position in its matrix. There is no generator state, and the bits do not depend on device or layout.
     Therefore replicas round in the same way, all shardings use the same bits, and a resumed run uses the same bits as
     an uninterrupted run. The generator is SplitMix64 (Steele, Lea and Flood 2014,
-    https://doi.org/10.1145/2714064.2660195), used with a counter, so that output i is a function of the key and i. An
+    https://doi.org/10.1145/2714064.2660195), used with a counter, so that output i depends only on the key and i. An
     output has 64 bits, 16 for each of four neighboring elements of a row.
 
 [Note: rounding of the momentum]
@@ -42,12 +42,13 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
-_NEAREST = 0x8000  # used in place of random bits, this number rounds to nearest
+_NEAREST = 0x8000  # this constant, used in place of random bits, rounds to nearest
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Source of 16 random bits for each element of one parameter, at one step and for one purpose.
+    """Source of 16 random bits for each element of one parameter, in one step and for one purpose (momentum or
+    weights).
 
     Attributes:
         key: 64-bit hash of parameter, purpose and step, as a signed integer.
@@ -59,7 +60,7 @@ class Stream:
 
     @classmethod
     def of(cls, identity: str, purpose: str, step: int, cols: int) -> Stream:
-        """Make the stream for one parameter, purpose and step. A change in any of the three arguments gives independent
+        """Make the stream for one parameter, purpose and step. Streams that differ in any of the three give independent
         bits.
 
         Args:
@@ -76,7 +77,7 @@ class Stream:
     # returns int32 numbers in [0, 2**16), with shape patch.sizes
     def bits(self, patch: Patch, device: torch.device) -> Tensor:
         """Generate the random bits for the elements of a patch (rows and columns of a matrix)."""
-        # dims of the patch along which the column index changes
+        # dims of the patch in which the column index changes
         along = [d for d, step in enumerate(patch.cols) if step]
         across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
@@ -88,7 +89,7 @@ class Stream:
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter, self.key).view(torch.int16)
         skipped = patch.col - left * _LANES
-        if width == math.prod(size for size, _ in steps):  # in this case, the columns of the patch are contiguous
+        if width == math.prod(size for size, _ in steps):  # true if the patch has contiguous columns
             lanes = lanes[:, skipped : skipped + width]
         else:
             lanes = lanes[:, _line(skipped, steps, device)]
@@ -110,7 +111,8 @@ class Rounding(NamedTuple):
     """The random bits and scales for rounding one parameter's momentum and weights in one step.
 
     Attributes:
-        momentum: Random bits for momentum in bf16 or 8-bit codes. None: momentum is stored as computed.
+        momentum: Random bits for momentum that is stored in bf16 or as 8-bit codes. None: momentum is stored as
+            computed.
         scales: Scales of 8-bit codes; None in other formats.
         weights: Random bits for bf16 weights. None: weights are rounded to nearest.
     """
@@ -121,7 +123,7 @@ class Rounding(NamedTuple):
 
 
 def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # returns a 1-D int64 tensor
-    """Compute `first` plus the sum of index * step over all dims, for every combination of indices, in row-major order.
+    """Compute `first` plus the sum of index * step over all dims, for all combinations of indices in row-major order.
     `dims` has a pair (size, step) for each dim."""
     found = torch.full((1,), first, device=device, dtype=torch.int64)
     for size, step in dims:
@@ -131,12 +133,12 @@ def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> 
 
 
 def mix_(z: Tensor, key: Tensor | int) -> Tensor:
-    """Replace the counters `z`, in place, by SplitMix64's outputs for a key. Different counters give different outputs
-    for a key, and different keys give different outputs for a counter. Every bit of an output depends on all bits of
-    the counter and the key."""
+    """Replace the counters `z`, in place, with SplitMix64's outputs for a key. Different counters give different
+    outputs for a key, and different keys give different outputs for a counter. Every bit of an output depends on all
+    bits of the counter and the key."""
     z.mul_(_GAMMA).add_(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes torch's arithmetic shift logical
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # mask off the copies of the sign bit
         z *= factor
     return z
 
@@ -154,19 +156,19 @@ def _round_by(
 
 
 def _slab(device: torch.device) -> int:
-    """Return the number of elements to process at once: on a CPU, so few that temporaries fit in the cache; on an
-    accelerator, enough to keep it busy."""
+    """Return the number of elements to process at once: few enough on a CPU for temporaries to fit in the cache, and
+    many enough on an accelerator to keep it busy."""
     return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
-BLOCK = 128  # columns per block; all elements of a block have a common scale
+BLOCK = 128  # columns per block; all elements of a block share a scale
 _LEVELS = 127
 
 
 def step_stored_(
     stored: Sequence[Tensor],  # either (bf16 momentum,) or (int8 codes, scales), on any device; updated in place
-    grad: Tensor,  # gradient with the shape of stored[0]; it is not changed
-    out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the input of orthogonalization
+    grad: Tensor,  # gradient with the shape of stored[0], not changed
+    out: Tensor | None,  # tensor with the shape of `grad`, overwritten with the orthogonalization's input
     *,
     patch: Patch,  # the rows and columns of the matrix that `grad` covers, in the shape of `grad`
     stream: Stream,
@@ -176,7 +178,8 @@ def step_stored_(
     """Update stored momentum by one step, computed in fp32 as in `shardmuon.step.update.momentum_`. See [Note: rounding
     of the momentum] and [Note: 8-bit codes].
 
-    Codes have row dims followed by column dims. Scales have the same row dims followed by one dim of blocks.
+    The dims of codes are row dims followed by column dims. The dims of scales are the same row dims followed by one dim
+    that indexes blocks.
     """
     is_coded = len(stored) > 1
     num_dims = stored[-1].dim() - is_coded
@@ -191,8 +194,8 @@ def step_stored_(
         if is_coded:
             made: tuple[Tensor, ...] = encode(new, num_dims, old, bits)
         else:
-            # The distance by which an element has moved, in multiples of the spacing of fp32 numbers. The spacing of
-            # bf16 numbers is 2**16 such multiples.
+            # The distance that an element has moved, in units of the spacing between fp32 numbers. The spacing between
+            # bf16 numbers is 2**16 such units.
             moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()
             made = (_round_by(new, torch.where(moved < 0x10000, bits, _NEAREST)),)
         for place, value in zip(places, made, strict=True):

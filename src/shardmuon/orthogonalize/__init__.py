@@ -5,10 +5,11 @@
     the rest of the batch. BLAS sums unaligned memory in a different order than aligned memory, `bmm` and `mm` give
     different bits in products of fewer than 400 multiplications, and a library can choose its kernel by the number of
     matrices. So the batch size depends only on the shape of the matrices and the kind of device, and the last batch is
-    padded with zero matrices. In every operand, result and scratch tensor, each matrix has a slot: memory of its own
-    that starts at a multiple of 64 bytes. Shapes with batch size 1 always use the 2-D products. On an AVX2 CPU, over 26
-    shapes, batches of 1 to 32 matrices and four dtypes, none of 54,912 products in aligned slots changed its bits;
-    products of packed matrices did in fp32 and fp64. `shardmuon.testing.slots` searches for such changes on any device.
+    padded with zero matrices. In every operand, result and scratch tensor, each matrix has a slot, a separate memory
+    range that starts at a multiple of 64 bytes. Matrices whose batch size is 1 always use 2-D products. On an AVX2 CPU,
+    over 26 shapes, batches of 1 to 32 matrices and four dtypes, none of 54,912 products in aligned slots changed its
+    bits; products of packed matrices did change in fp32 and fp64. `shardmuon.testing.slots` searches for such changes
+    on any device.
 
 [Note: emulated half precision]
     A CPU without bf16 (or fp16) instructions multiplies bf16 (fp16) matrices 10 to 80 times slower than fp32 matrices.
@@ -17,22 +18,22 @@
     so errors measured with emulation hold for tensor cores too.
 
 [Note: number of blocks]
-    On CPUs, the lower half of a symmetric product is computed by row blocks, and the upper half is copied from it. With
-    four blocks, this takes 62% of the arithmetic of the whole product. In general, b blocks compute (b + 1) / 2b of a
-    product, and each block has an overhead c of some 50 us for calls, mirroring and smaller products. If the whole
-    product takes the time t, the total time t (b + 1) / 2b + b c is shortest at b = sqrt(t / 2c). So b is the square
-    root of a ratio: the FLOPs of the product, divided by the FLOPs that the CPU executes in the time 2c. The overheads
-    were fitted to times of products from 128x128 to 512x2048 in fp32 and bf16, on one AVX512-BF16 CPU that also ran
-    other programs. AMX was not measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the
-    whole product, since many small calls would take more time than they save.
+    On CPUs, the lower half of a symmetric product is computed in row blocks, and the upper half is copied from it. Four
+    blocks need 62% of the arithmetic of the whole product. In general, b blocks compute (b + 1) / 2b of a product, and
+    each block has an overhead c of some 50 us for calls, mirroring and smaller products. If the whole product takes
+    time t, the total time t (b + 1) / 2b + b c is shortest at b = sqrt(t / 2c). So b is the square root of a ratio: the
+    FLOPs of the product, divided by the FLOPs that the CPU executes in time 2c. The overheads were fitted to measured
+    times of products from 128x128 to 512x2048 in fp32 and bf16, on one AVX512-BF16 CPU that also ran other programs.
+    AMX was not measured: its overhead assumes four times AVX512's bf16 rate. Accelerators compute the whole product,
+    since many small calls would take more time than they save.
 
 [Note: the norm at any scale]
     Squares of entries near 1e-30 or 1e30 underflow or overflow fp32. (Casting to fp16 first, as one other library does,
     loses all entries below 1e-7.) On CPUs, the size of the plain fp32 norm shows whether a square may have underflowed
-    or overflowed. Only in this case, each matrix is divided by the power of two next to its largest entry, and the norm
-    is computed again. If the first norm was right, this division does not change the bits of the result. On CUDA,
-    squares are summed in fp64, which can represent the square of every fp32 number, so the host need not wait for the
-    norm. Other devices always divide by the power of two.
+    or overflowed. Only then is each matrix divided by the power of two next to its largest entry, and the norm is
+    computed again. If the first norm was right, this division does not change the bits of the result. On CUDA, squares
+    are summed in fp64, which can represent the square of every fp32 number, so the host need not wait for the norm.
+    On other devices, matrices are always divided by the power of two.
 
 [Note: the order of a norm]
     Elements are summed in the row-major order of the whole matrix, in chunks of 2^14, and the norms of the chunks are
@@ -41,11 +42,11 @@
     6e-4. (CUDA's foreach norm sums fp32 and narrower dtypes in fp64, in chunks of another size.)
 
 [Note: the Gram form]
-    One Newton-Schulz step replaces X by (a I + b R + c R^2) X, where R = X X^T (m x m). So the result of all steps is Q
-    X_0, where X_0 is the initial X, R_0 = X_0 X_0^T, and Q is a polynomial in R_0. The Gram form therefore iterates the
-    m x m matrices Q and R, and multiplies Q by X_0 once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps,
-    it needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard form
-    needs 2 k m x m x n products and k symmetric m x m x m products.
+    One Newton-Schulz step replaces X with (a I + b R + c R^2) X, where R = X X^T (m x m). So the result of all steps is
+    Q X_0, where X_0 is the initial X, R_0 = X_0 X_0^T, and Q is a polynomial in R_0. The Gram form therefore iterates
+    the m x m matrices Q and R, and multiplies Q by X_0 once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k
+    steps, it needs one m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m products. The standard
+    form needs 2 k m x m x n products and k symmetric m x m x m products.
 
 [Note: restarts]
     Rounding errors give R small negative eigenvalues, which the exact R does not have. Each step multiplies these
@@ -66,8 +67,8 @@
     without restarts if singular values follow a power law. The standard form in bf16 stays within 0.02 to 0.1.
 
 [Note: results that are not finite]
-    If the result for a finite matrix is not finite, it is replaced by zeros: in this step, the weights decay but get no
-    update. This has never been observed. To report it without waiting for the device, the counts are copied to the host
+    If the result for a finite matrix is not finite, it is replaced with zeros, so the weights only decay in this step.
+    This has never been observed. To report it without waiting for the device, the counts are copied to the host
     asynchronously, and a later step warns. The result for a matrix with NaN or Inf becomes NaN.
 """
 
@@ -100,10 +101,10 @@ MethodName = Literal["auto", "standard", "gram", "torch"]
 
 _ALIGNMENT = 64  # each matrix starts at a multiple of this number of bytes
 
-# Target for the number of multiplications in one Newton-Schulz step of a whole batch on a CPU. In measurements in fp32
-# on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time of 64 single
-# matrices. A single matrix in a padded batch takes 0.7 to 1 ms, 2.6 to 3.5 times as long as without padding. Batches of
-# two matrices save no time.
+# Target number of multiplications in one Newton-Schulz step on a whole batch on a CPU. In measurements in fp32
+# on an AVX2 CPU, a batch of 64 matrices takes 1/9 (16 x 32), 1/3 (32 x 64) or 2/3 (64 x 64) of the time that 64
+# separate matrices take. A single matrix in a padded batch takes 0.7 to 1 ms, 2.6 to 3.5 times as long as without
+# padding. Batches of two matrices save no time.
 _CPU_WORK = 1 << 22
 _CPU_LEAST, _LARGEST = 4, 64
 # Number of elements in the Gram matrices of a batch that keeps a whole accelerator busy (130 SMs, each of which
@@ -113,7 +114,7 @@ _ACCELERATOR_FULL = 3 << 20
 
 
 def batch_size(rows: int, cols: int, device: torch.device) -> int:
-    """Return the batch size, a power of two, for matrices of this shape on this kind of device."""
+    """Return the batch size, a power of two, for matrices of this shape on this type of device."""
     short, long = min(rows, cols), max(rows, cols)
     wanted = _ACCELERATOR_FULL // (short * short)
     if device.type == "cpu":
@@ -141,7 +142,6 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a matrix or a batch of matrices to new memory, and convert it to `dtype`. Each matrix in the copy starts at
     a multiple of 64 bytes."""
     out = empty_batch(x.shape, dtype, x.device)
-    # unlike `Tensor.copy_`, this function accepts the tensors without data that `foresight` uses
     foreach_copy_([out], [x])
     return out
 
@@ -149,27 +149,27 @@ def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- products
 
 _HALVES = (torch.float16, torch.bfloat16)
-_SPLIT = 2.0**11  # scales the rounding error of fp16 (11-bit significands) back into fp16's range
-_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; 8 blocks would still compute 36/64 of it
-# Number of FLOPs that one thread executes in the time 2c, where c is the overhead of one row block: see [Note: number
-# of blocks].
+_SPLIT = 2.0**11  # fp16 has 11-bit significands, so this factor scales its rounding errors up to fp16's range
+_MAX_BLOCKS = 4  # 4 blocks compute 10/16 of a product; even 8 blocks would compute 36/64 of it
+# Number of FLOPs that one thread executes in time 2c, where c is the overhead of one row block (see [Note: number
+# of blocks]).
 _OVERHEAD = {torch.float64: 3e6, torch.float32: 6e6, torch.bfloat16: 30e6}
-_OVERHEAD_AMX = 120e6  # FLOPs in the time 2c for bf16 on CPUs with AMX
+_OVERHEAD_AMX = 120e6  # FLOPs in time 2c for bf16 on CPUs with AMX
 
 
 class Products:
-    """Matrix products for one batch, which round like half-precision hardware on every device.
+    """Matrix products of one batch, rounded on every device as half-precision hardware rounds them.
 
     `mm(left, right, out=)` computes left @ right, and `addmm(base, left, right, beta=1, alpha=1, out=)` computes beta *
     base + alpha * left @ right, for single matrices or batches from `empty_batch`. `symmetric_mm` and `symmetric_addmm`
-    do the same for symmetric results (and a symmetric base); where it is faster, they compute one half and mirror it.
+    do the same for symmetric results (and a symmetric base); where that is faster, they compute one half and mirror it.
     All four write to `out`, which is also from `empty_batch` and must not be an operand, and return it. Where torch's
-    own functions are sufficient, the methods are these functions.
+    own functions suffice, the attributes are simply these functions.
 
     Attributes:
         dtype: Dtype to which every result is rounded: fp64, fp32, fp16 or bf16.
-        operands: Dtype of the tensors that are multiplied. It is fp32 if `dtype` is a half-precision dtype that the CPU
-            cannot multiply fast ([Note: emulated half precision]).
+        operands: Dtype of the tensors that are multiplied. It is fp32 if `dtype` is a half-precision dtype for which
+            the CPU has no fast products ([Note: emulated half precision]).
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Products:
         emulated = device.type == "cpu" and dtype in _HALVES
         emulated = emulated and not (dtype == torch.bfloat16 and cpu_has_bf16_matmul())
         self.dtype, self.operands = dtype, torch.float32 if emulated else dtype
-        short, long = sorted(shape[-2:])  # a symmetric product, such as a Gram matrix, has the size short x short
+        short, long = sorted(shape[-2:])  # a symmetric product, such as a Gram matrix, is short x short
         may_split = device.type == "cpu" and _row_blocks(short, long, self.operands) > 1
         plain: Sequence[Callable[..., Tensor]] = (
             (torch.mm, torch.addmm) if len(shape) == 2 else (torch.bmm, torch.baddbmm)
@@ -266,7 +266,7 @@ def _then_rounded(product: Callable[..., Tensor], dtype: torch.dtype, *operands:
 
 
 def _row_blocks(rows: int, inner: int, dtype: torch.dtype) -> int:
-    """Compute the number of row blocks in which a CPU computes a symmetric product (rows x inner) @ (inner x rows).
+    """Choose the number of row blocks into which a CPU splits a symmetric product (rows x inner) @ (inner x rows).
 
     The number of blocks changes the bits of the product. So it depends only on the shape, the dtype, the kind of CPU
     and the number of threads, all of which change the bits of products in any case.
@@ -286,8 +286,9 @@ def _by_blocks(
     out: Tensor,  # (m, m), overwritten
 ) -> Tensor:  # returns `out`
     """Compute a symmetric product, as `Products.symmetric_addmm` does. On CPUs, the lower half of a large product is
-    computed by row blocks, and the upper half is copied from it. In this case, the matrices of a batch are
-    multiplied one after the other. A batch with a single matrix is multiplied as a 2-D matrix."""
+    computed in row blocks, and the upper half is copied from it. The matrices of a batch are then multiplied one by
+    one. A batch with a single matrix is multiplied as a 2-D matrix.
+    """
     rows = left.shape[-2]
     count = _row_blocks(rows, left.shape[-1], left.dtype) if left.device.type == "cpu" else 1
     if left.dim() == 3 and (count > 1 or len(left) == 1):
@@ -325,8 +326,9 @@ def _normalize(
     x: Tensor,  # (B, m, n), any float dtype and strides; not changed unless it is `out`
     out: Tensor,  # (B, m, n), from `empty_batch`; overwritten
 ) -> Tensor:  # returns `out`
-    """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent: see [Note: the
-    norm at any scale]. Zero matrices stay zero. A NaN or Inf makes its whole matrix NaN."""
+    """Divide each matrix by its Frobenius norm, accurately at any scale that the dtype can represent (see [Note: the
+    norm at any scale]). Zero matrices stay zero. A NaN or Inf makes its whole matrix NaN.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.is_cuda and wide == torch.float32:
         return _normalize_in_fp64(x, out)
@@ -369,13 +371,14 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # returns a 0-d
 def _near_one(x: Tensor) -> Tensor:
     """Multiply each matrix by a power of two so that its largest entry is in [1/2, 1)."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
-    half = exponent // 2  # multiply by two powers of two in turn, since a single one can overflow or underflow
+    half = exponent // 2  # multiply by two powers of two, since a single one could overflow or underflow
     return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
 
 
 def _normalize_in_fp64(x: Tensor, out: Tensor) -> Tensor:  # returns `out`
     """Divide each matrix by its norm, which is summed in fp64. Since fp64 can represent the square of every fp32
-    number, two passes over the matrix suffice, and the host does not wait for the device."""
+    number, two passes over the matrix suffice, and the host need not wait for the device.
+    """
     # `foreach_norm` is used because `vector_norm` would first copy each matrix to fp64. For a bf16 matrix, the copy is
     # four times as large, and the memory traffic is nine times that of `foreach_norm`.
     norms = foreach_norm(x.unbind(0), 2)
@@ -429,21 +432,22 @@ def _newton_schulz(
     return y
 
 
-# For each dtype, the largest allowed product of the coefficients a between two restarts, see [Note: restarts]. The
+# For each dtype, the largest allowed product of the coefficients a between two restarts (see [Note: restarts]). The
 # limit of 42 allows three of Jordan's steps or two steps of Polar Express.
 _MOST_SLOPE = {torch.float16: 42.0, torch.float32: 42.0, torch.float64: 1e6}
-# aspect ratio n/m above which a local restart takes less work than one from X: see [Note: restarts]
+# aspect ratio n/m above which a local restart takes less work than a restart from X (see [Note: restarts])
 _LOCAL_ASPECT = 7 / 3
 
 
 def _restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
-    """True if the Gram form restarts an m x n matrix (m <= n) locally, without X: see [Note: restarts]."""
+    """True if the Gram form restarts an m x n matrix (m <= n) locally, without X (see [Note: restarts])."""
     return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(_plan_restarts(coefficients, dtype)) == 1
 
 
 def _plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
-    """Choose the steps before which the Gram form recomputes the Gram matrix to limit rounding errors: see [Note:
-    restarts]. Returns indices from 1 to k - 1, for k steps."""
+    """Choose the steps before which the Gram form recomputes the Gram matrix to limit rounding errors (see [Note:
+    restarts]). The result contains indices from 1 to k - 1, where k is the number of steps.
+    """
     found, slope = list[int](), 1.0
     for step, (a, _, _) in enumerate(coefficients):
         # If the slope so far is below 1, count it as 1: the rounding errors of the next step are amplified by the later
@@ -461,7 +465,7 @@ def _gram_newton_schulz(
     coefficients: Triples,
     products: Products,
 ) -> Tensor:  # same shape and dtype as `y`
-    """Run the same steps as `_newton_schulz` on the smaller Gram matrix of `y`: see [Note: the Gram form]."""
+    """Run the steps of `_newton_schulz` on the smaller Gram matrix of `y` (see [Note: the Gram form])."""
     (short, long), tall = sorted(y.shape[-2:]), y.shape[-2] > y.shape[-1]
     ends = itertools.pairwise((0, *_plan_restarts(coefficients, products.dtype), len(coefficients)))
     # each segment consists of the steps between two restarts
@@ -472,8 +476,8 @@ def _gram_newton_schulz(
         after = _factor_of(products.sandwich(before, wide), others[0], products)
         factor = products.mm(after, before, out=_square_of(before))
         del wide, before, after  # free memory for `_times`, which needs as much memory as all earlier products
-        # If X is tall, transpose the factor, since (Q X)^T = X^T Q^T: as a product of two symmetric matrices, the
-        # factor is symmetric only up to rounding.
+        # If X is tall, transpose the factor, since (Q X)^T = X^T Q^T. The factor is a product of two symmetric matrices
+        # and is symmetric only up to rounding.
         return _times(products, factor.mT if tall else factor, y, tall)
     for segment in (first, *others):
         gram = products.symmetric_mm(*_sides(y), out=_square_of(y))
@@ -521,8 +525,8 @@ def _torch_muon(matrix: Tensor, coefficients: Triples) -> Tensor:  # returns bf1
     """Orthogonalize a matrix with the same operations as `torch.optim.Muon` (torch 2.9 .. 2.13): cast to bf16, then
     normalize, then iterate.
 
-    There is one difference. If parameters are bf16 and nesterov is False, torch normalizes the momentum buffer itself
-    in place, because `.bfloat16()` of a bf16 tensor returns the same tensor. This function does not write to `matrix`.
+    There is one difference: this function does not write to `matrix`. If parameters are bf16 and nesterov is False,
+    torch normalizes the momentum buffer itself in place, because `.bfloat16()` returns a bf16 tensor unchanged.
     """
     y = matrix.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     tall = y.size(0) > y.size(1)
@@ -543,9 +547,9 @@ ITERATIONS: dict[str, Callable[..., Tensor]] = {"standard": _newton_schulz, "gra
 def products_dtype(method: str, given: torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return the dtype of a method's matrix products: `given`, or the method's default if `given` is None.
 
-    The default of "standard" is bfloat16, as in torch.optim.Muon, if the device has bf16 instructions; float32 on CPUs
-    without them, where bf16 products are 10 to 80 times slower. The default of "gram" is float16 on accelerators (bf16
-    is not precise enough), float32 on CPUs. "torch" always uses bfloat16.
+    The default of "standard" is bfloat16, as in torch.optim.Muon, if the device has bf16 instructions, and float32 on
+    CPUs without them, where bf16 products are 10 to 80 times slower. The default of "gram" is float16 on accelerators
+    (bf16 is not precise enough) and float32 on CPUs. "torch" always uses bfloat16.
 
     Raises:
         ValueError: The method is "gram", and rounding errors in products of the given dtype make it unsafe.
@@ -567,14 +571,15 @@ def products_dtype(method: str, given: torch.dtype | None, device: torch.device)
 def flops(method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, device: torch.device) -> int:
     """Count the floating point operations in a method's matrix products, for one rows x cols matrix.
 
-    They are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
-    accelerator, they are 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without restarts.
+    Operations are counted as in the tables published with Gram Newton-Schulz. For m <= n and k quintic steps on an
+    accelerator, the count is 4 k m^2 n + 2 k m^3 for "standard", and 4 m^2 n + (8 k - 6) m^3 for "gram" without
+    restarts.
 
     Args:
         method: "standard" or "gram"; other methods are counted as "standard".
         dtype: Dtype of the products, which determines how often "gram" restarts.
-        device: Device of the products. CPUs compute large symmetric products in four row blocks, which together are
-            10/16 of a product.
+        device: Device of the products. CPUs compute large symmetric products in four row blocks, which together amount
+            to 10/16 of a product.
     """
     m, n = min(rows, cols), max(rows, cols)
     steps, symmetric_share = len(coefficients), 0.625 if device.type == "cpu" else 1.0
@@ -612,8 +617,8 @@ def orthogonalize(
         coefficients: One (a, b, c) per Newton-Schulz step.
         method: A key of `ITERATIONS`, or "torch".
         dtype: Dtype of the products. Default: see `products_dtype`. Method "torch" ignores it.
-        watch: Object that replaces non-finite results of finite matrices by zeros and reports them, for method "gram".
-            Default: non-finite results are returned unchanged.
+        watch: Object that replaces non-finite results of finite matrices with zeros and reports them, for method
+            "gram". Default: non-finite results are returned unchanged.
         overwrite: True if the caller no longer needs `x`, so that results may be written to its memory.
         unit: True if each matrix already has Frobenius norm 1 (or 0), so that no matrix is normalized.
 
@@ -641,7 +646,7 @@ def orthogonalize(
                 _operands(part, shape, products, unit), coefficients=coefficients, products=products
             )
             found = found.view(size, rows, cols).narrow(0, 0, len(part))
-            if many:  # `foreach_copy_` is faster than `copy_` on the tensors without data that `foresight` uses
+            if many:
                 foreach_copy_([place], [found])
             else:
                 out = found.to(dtype)
@@ -656,7 +661,7 @@ def _operands(
     unit: bool,  # True if every matrix already has norm 1 (or 0)
 ) -> Tensor:  # (B, m, n) or (m, n), aligned as in `empty_batch`
     """Prepare the matrices of a batch for multiplication: divide each by its Frobenius norm, and round it to the dtype
-    of the products. A batch that is not full is padded with zero matrices. A full batch that already has this form is
+    of the products. A batch that is not full is padded with zero matrices. A full batch that needs no preparation is
     returned without a copy.
     """
     missing = 0 if len(shape) == 2 else shape[0] - len(x)
@@ -703,8 +708,9 @@ class FiniteWatch:
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 
     def send(self) -> None:
-        """Start an asynchronous copy of this step's flags to the host. The flags show which results were replaced. Call
-        this method at the end of a step."""
+        """Start an asynchronous copy of this step's flags to the host. The flags show which results were replaced. This
+        method must be called at the end of each step.
+        """
         seen, self.seen = self.seen, []
         # replays of a CUDA graph do not run this code, so they cannot report flags
         if not seen or is_capturing(seen[0][1].device):

@@ -1,4 +1,4 @@
-"""Choice of the method and dtype for the orthogonalization of each matrix, by the user or by a rule.
+"""Choice of the orthogonalization method and dtype for each matrix, either by the user or by a rule.
 
 Ranks that share a matrix must make the same choice, even if each rank has a replica of the matrix and the ranks never
 communicate. So the rule depends only on shape, schedule, dtype and kind of device, never on measured times.
@@ -14,10 +14,9 @@ from shardmuon.orthogonalize import ITERATIONS, flops, products_dtype
 from shardmuon.orthogonalize.schedules import Triples
 
 # Speed of bf16 products relative to fp32 on CPUs with bf16 instructions. It is 2.3 with AVX512-BF16 (measured) and
-# several times higher with AMX (not measured). A single number between the two makes ranks on different CPU models
-# choose the same method. With this number, "gram" is never chosen for five quintic steps, because it takes more than
-# 1/5 of the work of "standard". On CPUs with AVX512-BF16, this choice is slower than "gram" for matrices with n/m above
-# 10.
+# several times higher with AMX (not measured). A single value between the two makes ranks on different CPU models
+# choose the same method. With this value, "gram" is never chosen for five quintic steps, because it takes more than 1/5
+# of the work of "standard". On CPUs with AVX512-BF16, this choice is slower than "gram" for matrices with n/m above 10.
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # "gram" is chosen if it takes less than this share of the time of "standard"
 
@@ -38,7 +37,9 @@ class Choice:
 
     @classmethod
     def of(cls, text: str) -> Choice:
-        """Parse the output of `str(choice)`. The reason of the result is empty."""
+        """Parse the output of `str(choice)`, which does not contain the reason, so the parsed choice has an empty
+        reason.
+        """
         method, dtype = text.split()
         return cls(method, getattr(torch, dtype))
 
@@ -55,7 +56,7 @@ class Choice:
 
         Args:
             method: The user's method for all matrices, or "auto".
-            dtype: The user's dtype of the products; None: the default for the method and the device.
+            dtype: The dtype that the user chose for the products; None for the default of the method and the device.
             shape: (rows, cols) of the matrix.
             coefficients: One (a, b, c) per Newton-Schulz step.
             device: Device on which the matrix is orthogonalized.
@@ -74,8 +75,9 @@ class Choice:
 def _by_rule(
     dtype: torch.dtype | None, shape: tuple[int, int], coefficients: Triples, device: torch.device
 ) -> tuple[str, str]:
-    """Choose "gram" if its estimated time (FLOPs divided by the speed of its dtype) is below 3/4 of the time of
-    "standard", otherwise "standard". Returns the method and the reason."""
+    """Choose "gram" if its estimated time (FLOPs divided by the speed of its dtype) is less than 3/4 of that of
+    "standard", otherwise "standard". Return the method and the reason.
+    """
     if dtype == torch.bfloat16:
         return "standard", f"by rule: the Gram form is not safe in {dtype}; "
     dtypes = {method: products_dtype(method, dtype, device) for method in ITERATIONS}

@@ -1,4 +1,4 @@
-"""Newton-Schulz coefficient schedules as data: the triple (a, b, c) of each step, and the source.
+"""Table of Newton-Schulz coefficient schedules, with the triple (a, b, c) of each step and the source.
 
 One step maps a singular value s to a s + b s^3 + c s^5; a schedule is a tuple of triples. A schedule that flips a sign
 or diverges for inputs up to `_MARGIN` is rejected: after division by the Frobenius norm, singular values are at most 1,
@@ -15,8 +15,8 @@ but rounding can lift them slightly above.
 
     `pytest -k NAME tests/orthogonalize` shows whether the schedule works (ten seconds). The only conditions are that
     the schedule preserves signs and that its outputs stay within bounds (`Schedule.fault`). Do not add the schedule to
-    other tests: each of them names its schedules for a reason. A new row does not change the numerics, so it needs no
-    training curve and no new benchmarks/results.
+    other tests, each of which deliberately uses particular schedules. A new row does not change the numerics, so it
+    needs no training curve and no new benchmarks/results.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Schedule:
         grid = np.linspace(0.0, _MARGIN, _GRID)[1:]
         with np.errstate(over="ignore", invalid="ignore"):
             out = self(grid)
-        # because of the negation, NaN counts as a bad value, too
+        # the condition is negated so that NaN also counts as a bad value
         bad = np.flatnonzero(~((out > 0.0) & (out <= _LARGEST)))
         if not bad.size:
             return None
@@ -72,8 +72,9 @@ class Schedule:
 
 
 def _divided(factor: float, *steps: tuple[float, float, float]) -> Triples:
-    """Return coefficients whose result for s equals the result of `steps` for s / factor. The factor is above 1 if it
-    was published with the coefficients, or if they flip signs or diverge without it."""
+    """Return coefficients that map s to the value to which `steps` map s / factor. A factor above 1 is used if it was
+    published with the coefficients, or if the coefficients would flip signs or diverge without it.
+    """
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in steps)
 
 
@@ -81,8 +82,8 @@ _KELLER = (3.4445, -4.7750, 2.0315)
 _TAYLOR = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: Taylor series of 1/sqrt up to second order
 
 # Name -> the triples of the first steps, the triple of all further steps, and the source ("ours" if the coefficients
-# are not published elsewhere). A schedule with a triple for further steps has five steps by default, and allows any
-# other number. A schedule with None instead has exactly the steps listed.
+# are not published elsewhere). If there is a triple for further steps, the schedule has five steps by default and
+# allows any other number. If there is None instead, the schedule has exactly the steps listed.
 _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = {
     "keller": ((), _KELLER, "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's"),
     "quintic": (
@@ -141,12 +142,12 @@ _SCHEDULES: dict[str, tuple[Triples, tuple[float, float, float] | None, str]] = 
     ),
 }
 _ALIASES = {
-    "simple": "keller",  # Emerging-Optimizers and Megatron use the name "simple"
+    "simple": "keller",  # name in Emerging-Optimizers and Megatron
     "original": "keller",
     "you": "quintic",
     "you5": "quintic",
     "polarexpress": "polar_express",
-    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers uses the name "deepseekv4"
+    "deepseekv4": "deepseek_v4",  # name in Emerging-Optimizers
     "cubic5": "cubic",
 }
 

@@ -1,5 +1,6 @@
-"""Stamp of a machine: a line of text that states everything on which the bits of matrix products depend, such as the
-hardware and the torch build."""
+"""Machine stamp: a line of text that states everything on which the bits of matrix products depend, such as the
+hardware and the torch build.
+"""
 
 from __future__ import annotations
 

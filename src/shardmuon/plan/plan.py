@@ -17,8 +17,8 @@ from shardmuon.texts import table
 
 
 class Kept(NamedTuple):
-    """An fp32 state tensor with a few values for each matrix of a parameter, which belongs to one stage of a Muon
-    variant. NorMuon's second moments are an example.
+    """An fp32 state tensor of one post-processing stage of a Muon variant, with a few values for each matrix of a
+    parameter. NorMuon's second moments are an example.
 
     Attributes:
         layout: Layout of the state tensor, which contains one matrix of shape 1 x n for each matrix of the parameter. A
@@ -36,14 +36,14 @@ class Spec(NamedTuple):
 
     Attributes:
         name: Name of the parameter in messages and tables.
-        layout: Layout of the parameter, which gives the pieces that each rank stores.
+        layout: Layout of the parameter, which describes the pieces that each rank stores.
         hows: For each matrix, a text that describes how the matrix is orthogonalized. Only matrices with equal texts
             can be in the same batch.
         costs: Floating point operations to orthogonalize each matrix.
-        itemsizes: For each matrix, the number of bytes per element in which the matrix is sent.
-        batch: Text that lists the coefficients and the stages of the Muon variant. Only parameters with equal texts can
-            have matrices in the same batch.
-        kind: Type of the parameter's device. Parameters of a bucket have equal device types.
+        itemsizes: For each matrix, the number of bytes per element when the matrix is sent.
+        batch: Text that lists the Newton-Schulz coefficients and the stages of the Muon variant. Only parameters with
+            equal texts can have matrices in the same batch.
+        kind: Type of the parameter's device, which is the same for all parameters of a bucket.
         kept: State tensors with values per matrix, one for each variant stage that has such state.
         reasons: For each matrix, the reason why its method was chosen, for printed plans. If empty, no reasons are
             printed. A reason can name capabilities of one rank's machine, so ranks do not compare reasons.
@@ -64,15 +64,15 @@ class Policy(NamedTuple):
     """Limits and machine rates that, together with the parameters, determine a plan.
 
     Attributes:
-        bucket_bytes: Maximum size of the matrices that one rank orthogonalizes in a bucket, in bytes as sent. A larger
-            matrix gets a separate bucket. If None, the planner chooses the size that needs the least memory among sizes
-            whose estimated time is at most 2% above the fastest. For matrices that are not exchanged, the default is 4
-            MiB on a CPU. On other devices, it is 32 MiB or 1/32 of the size of the matrices' momentum in fp32,
-            whichever is larger.
+        bucket_bytes: Maximum total size of the matrices that one rank orthogonalizes in a bucket, in bytes of the dtype
+            in which matrices are sent. A larger matrix gets a separate bucket. If None, the planner chooses the size
+            that needs the least memory among sizes whose estimated time is at most 2% above the fastest. For matrices
+            that are not exchanged, the default is 4 MiB on a CPU. On other devices, it is 32 MiB or 1/32 of the size of
+            the matrices' momentum in fp32, whichever is larger.
         machine: Rates of the machine, from which the time of a plan is estimated.
-        each: True if the planner is allowed to let every replica orthogonalize all of its matrices itself where that is
-            faster. Must be False if the ranks' machines differ: the results of different machines could differ in bits,
-            and replicas would diverge.
+        each: True if the planner may let every replica orthogonalize all of its matrices itself where that is faster.
+            Must be False if the ranks' machines differ, because their results may then not be bitwise equal, so that
+            replicas would diverge.
     """
 
     bucket_bytes: int | None = None
@@ -111,7 +111,7 @@ class Item(NamedTuple):
         return self.rows * self.cols
 
     def owner_for(self, layout: ParamLayout, rank: int) -> int:
-        """Return the owner that computes the results for a rank: the owner in the rank's replica if each replica has an
+        """Return the owner that computes the results for a rank: the owner in the same replica if each replica has an
         owner, otherwise the only owner."""
         return self.owners[layout.replica_of[rank]] if len(self.owners) > 1 else self.owners[0]
 
@@ -125,7 +125,7 @@ class Bucket(NamedTuple):
         route, num_owners: `Item.route` ("local" or "owner") and number of owners of each item; both are equal for all
             items of the bucket.
         kind: Device type.
-        itemsize: Bytes per element in which the matrices are sent.
+        itemsize: Number of bytes per element when the matrices are sent.
         items: Indices of the bucket's matrices in the plan's items.
         gathers: False if every owner stores its matrices completely, as plain replicas do, and sends no state. The only
             exchange that the bucket then needs is the relay, which sends the results to the other replicas.
@@ -153,10 +153,10 @@ class Plan:
     Attributes:
         specs: Descriptions of the parameters.
         items: The matrices of all parameters, sorted by `Item.key`.
-        buckets: Buckets in the order in which every rank begins them. The order depends only on the buckets' content:
-            if ranks that exchange buckets with several sets of ranks used different orders, they could deadlock.
-        notes: Lines that are printed below the plan. They explain choices that depend on estimated times, and the plan
-            as a whole.
+        buckets: Buckets in the order in which every rank begins them. The order depends only on the contents of the
+            buckets, because ranks that exchange buckets with several sets of ranks could deadlock if they used
+            different orders.
+        notes: Lines that are printed below the plan, such as explanations of choices that depend on estimated times.
         policy: Limits and machine rates from which the plan was made.
     """
 
@@ -168,8 +168,8 @@ class Plan:
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
-        """Dict from each set of ranks that share parameters to a 16-byte digest of the part of the plan that must be
-        equal on all ranks of the set."""
+        """For each set of ranks that share parameters, a 16-byte digest of the part of the plan that must be equal on
+        all ranks of the set."""
         found = {}
         for ranks in dict.fromkeys(spec.layout.ranks for spec in self.specs):
             params = [n for n, spec in enumerate(self.specs) if spec.layout.ranks == ranks]
@@ -191,8 +191,8 @@ class Plan:
         return found
 
     def loads(self) -> dict[int, int]:
-        """Return a dict from each rank to the number of floating point operations of the matrix products that the rank
-        computes in one step."""
+        """Return, for each rank, the number of floating point operations in the matrix products that the rank computes
+        in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
         for item in self.items:
             for owner in item.owners:

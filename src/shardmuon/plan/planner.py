@@ -9,8 +9,8 @@ time as possible. All functions are pure.
 
 [Note: the price of buckets]
     The price of a choice is the estimated time of a step. To find the price, `price.clock` simulates the loop that
-    executes the buckets, for every rank that has the most to compute in at least one bucket. The duration of an
-    exchange is that of the rank that sends or receives the most data. Half of each exchange is assumed to overlap with
+    executes the buckets, for every rank that has the most to compute in at least one bucket. An exchange takes as long
+    as the rank that sends or receives the most data needs for it. Half of each exchange is assumed to overlap with
     computation, for lack of a better estimate. Prices are integers (nanoseconds), so that all ranks get the same
     results.
 """
@@ -32,14 +32,14 @@ from shardmuon.plan.plan import Bucket, Item, Plan, Policy, Spec
 from shardmuon.price import clock
 from shardmuon.price.machines import Machine
 
-# Replicas divide the work among themselves, unless enough time is saved if each replica orthogonalizes all matrices
-# itself. The next two constants define what is enough.
-_NO_GAIN = 102  # minimum ratio, in percent, of the time with division of the work to the time without
-_LATENCIES = 3  # minimum saving of time, as a multiple of the latency of an exchange between nodes
+# By default, replicas divide the work among themselves. Each replica orthogonalizes all matrices itself only if the
+# estimated step then takes less time by at least the margins in the next two constants.
+_NO_GAIN = 102  # minimum ratio of the time with divided work to the time without division, in percent
+_LATENCIES = 3  # minimum saving, as a multiple of the latency of an exchange between nodes
 # smallest numbers of waves that `_cuts` tries; a wave is a part of the matrices that becomes one or more buckets
 _NUMS = (*range(1, 21), 24, 32)
 _TAILS = (1, 2, 4)
-# Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The numbers are those of
+# Memory traffic of three phases of a step (pack, apply, fill), in bytes per element. The values are those in
 # `foresight.hardware` for elements that are sent as two bytes.
 _PACKS, _APPLIES, _FILLS = 30, 26, 12
 
@@ -52,9 +52,9 @@ class _Way(NamedTuple):
 
     Attributes:
         items: The matrices with their owners.
-        moving: Buckets of matrices that are sent between ranks, grouped by the properties that they have in common. A
-            key is a bucket without items that has the properties; its value lists the matrices of each bucket that has
-            the same properties.
+        moving: Buckets of matrices that are sent between ranks, grouped by their common properties (ranks, route,
+            device type, ..). Each key is a `Bucket` without items that describes these properties. Its value has one
+            list of matrices for each bucket in the group.
         ns: Estimated time of a step in nanoseconds, which excludes matrices that a single rank stores and
             orthogonalizes.
         notes: Lines for the printed plan that explain the choice.
@@ -101,7 +101,7 @@ def _of_set(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, policy:
 
 
 def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
-    """Make the provisional item of a matrix, in which `owners` lists all ranks that can own the matrix. The final
+    """Make a provisional `Item` for a matrix, in which `owners` lists all ranks that can own the matrix. The final
     owners are chosen later."""
     layout = spec.layout
     rows, cols = layout.view.matrices[matrix][:2]
@@ -114,8 +114,8 @@ def _draft_of(spec: Spec, param: int, matrix: int) -> Item:
 
 
 def _placed(spec: Spec, item: Item, owners: Ranks) -> Item:
-    """Return the item with these owners. The route becomes "local" if no other rank stores any element of the matrix or
-    of a state tensor that the owners must send."""
+    """Return a copy of the item with the given owners. Its route is "local" if no other rank stores any element of the
+    matrix or of a state tensor that the owners must send."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == set(owners) for layout in having)
     return item._replace(owners=owners, route="local" if stays else item.route)
@@ -131,7 +131,8 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
     able = {of: np.array(sorted(place[rank] for rank in of)) for of in {item.owners for item in drafts}}
     layouts = {specs[item.param].layout for item in drafts}
     replica = {layout: np.array([layout.replica_of[rank] for rank in ranks]) for layout in layouts}
-    # `work` has the operations assigned to each rank so far. `moved` has the elements assigned to each replica so far.
+    # `work` has the number of operations assigned to each rank so far. `moved` has the number of elements assigned to
+    # each replica so far.
     work, moved = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
     found = dict[_Key, int]()
     for item in sorted(drafts, key=lambda item: (len(item.owners) > 1, -item.cost, item.key)):
@@ -147,11 +148,11 @@ def _owners(specs: Sequence[Spec], drafts: Sequence[Item], ranks: Ranks, per_nod
 def _hand_on(
     specs: Sequence[Spec], drafts: Sequence[Item], owners: dict[_Key, int], ranks: Ranks, machine: Machine
 ) -> None:
-    """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners`. Only matrices that a
-    single rank stores are reassigned. This helps with models in which all ranks store experts, but only a few ranks
-    also store a dense matrix."""
-    # `loads` has the floating point operations of each rank. `alone` has a pair (cost, key) for each of a rank's
-    # matrices that can be reassigned.
+    """Reassign matrices of overloaded ranks to other ranks of the same node, by changing `owners` in place. Only
+    matrices that are stored by a single rank are reassigned. This helps with models in which all ranks store experts,
+    but only a few ranks also store a dense matrix."""
+    # `loads` has the number of floating point operations of each rank. `alone` lists, for each rank, a pair (cost, key)
+    # for each of its matrices that can be reassigned.
     loads, alone = dict.fromkeys(ranks, 0), defaultdict[int, list[tuple[int, _Key]]](list)
     for item in drafts:
         owner = owners[item.key]
@@ -173,9 +174,9 @@ def _hand_on(
 
 
 def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
-    """True if it pays to orthogonalize a matrix on a rank that does not store it. The matrix must be stored by a single
-    rank, have no state tensor with values per matrix, and take longer to orthogonalize at the machine's peak rate than
-    to send to another rank and back."""
+    """True if it is worthwhile to orthogonalize a matrix on a rank that does not store it. The matrix must be stored by
+    a single rank, have no state tensor with values per matrix, and take longer to orthogonalize at the machine's peak
+    rate than to send to another rank and back."""
     way = 2 * spec.itemsizes[item.matrix] * item.numel
     worth = item.cost * machine.link > way * machine.half * 1000
     return worth and not spec.kept and len(item.owners) == len(spec.layout.tiles[item.matrix]) == 1
@@ -184,8 +185,8 @@ def _may_go(spec: Spec, item: Item, machine: Machine) -> bool:
 def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: int) -> dict[_Key, Item]:
     """Choose an owner in every replica, so that each replica orthogonalizes its matrices by itself. Owners are chosen
     in the first replica. In every other replica, the rank that stores the same piece as the chosen rank becomes an
-    owner. Returns the items by their keys. If not all layouts have the same replicas, only matrices of the layouts that
-    cause the most work are returned."""
+    owner. Return a dict from each item's key to the item. If the layouts have different sets of replicas, the dict only
+    has the matrices of those layouts that together cause the most work."""
     work = Counter[tuple[Ranks, ...]]()
     for item in drafts:
         work[specs[item.param].layout.replicas] += item.cost
@@ -209,8 +210,8 @@ def _each_for_itself(specs: Sequence[Spec], drafts: Sequence[Item], per_node: in
 
 
 def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _Way:
-    """Choose the buckets with the least estimated time for the matrices that a set of ranks shares. The ranks that
-    orthogonalize the matrices (owners) are already chosen."""
+    """Choose the buckets with the shortest estimated time for the matrices that a set of ranks shares. The owners, the
+    ranks that orthogonalize the matrices, have already been chosen."""
     total, moving, notes = 0, dict[Bucket, list[_Share]](), list[str]()
     prices = _prices(specs, items, policy.machine)
     for alike, share in _together(specs, items).items():
@@ -226,10 +227,10 @@ def _cheapest(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> _
 def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way], policy: Policy) -> list[Bucket]:
     """List all buckets of a plan in the order of their execution.
 
-    Half of a rank's local buckets (matrices that are not exchanged) come before all exchanged buckets and half after
-    them, so that local buckets overlap with gathers and scatters. No local bucket comes between exchanged buckets,
-    because ranks with local buckets would then start their exchanges in a different order than ranks without local
-    buckets.
+    Half of a rank's local buckets (matrices that are not exchanged) come before all exchanged buckets and the other
+    half after them, so that local buckets overlap with gathers and scatters. No local bucket comes between exchanged
+    buckets, because ranks with local buckets would then start their exchanges in a different order than ranks without
+    local buckets.
     """
     before, behind = list[tuple[Bucket, list[_Share]]](), list[tuple[Bucket, list[_Share]]]()
     for alike, share in sorted(_together(specs, (item for item in items if item.route == "local")).items()):
@@ -249,8 +250,8 @@ def _in_order(specs: Sequence[Spec], items: Sequence[Item], ways: Sequence[_Way]
 
 
 def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Share]:
-    """Group matrices that can be in the same bucket. Each key is a bucket without items that has the properties of the
-    matrices in its group."""
+    """Group matrices that can be in the same bucket. Each key is a `Bucket` without items that describes the common
+    properties of the matrices in its group."""
     found: dict[Bucket, _Share] = {}
     for item in items:
         spec = specs[item.param]
@@ -263,7 +264,7 @@ def _together(specs: Sequence[Spec], items: Iterable[Item]) -> dict[Bucket, _Sha
 def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
     """Divide matrices that are not exchanged into buckets. There are as few buckets as the maximum size of a bucket
     allows. The default maximum is 4 MiB on a CPU, so that temporaries stay in the cache. On other devices, it is 1/32
-    of the bytes of the momentum in fp32, or 32 MiB if that is more."""
+    of the size of the matrices' momentum in fp32, but at least 32 MiB."""
     default = max(32 * 2**20, 4 * sum(item.numel for item in share) // 32)
     most = (policy.bucket_bytes or (4 * 2**20 if alike.kind == "cpu" else default)) // alike.itemsize
     return _shares_of(_lines(share), max(1, most), 1)[::-1]
@@ -272,10 +273,10 @@ def _local(alike: Bucket, share: _Share, policy: Policy) -> list[_Share]:
 def _by_price(
     alike: Bucket, items: _Share, prices: Mapping[_Key, _Priced], policy: Policy
 ) -> tuple[list[_Share], int, str]:
-    """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the lowest, the split
-    that needs the least memory is chosen. Returns the buckets, their time in nanoseconds, and a line for the printed
+    """Split exchanged matrices into buckets. Among the splits whose estimated time is close to the shortest, choose the
+    one that needs the least memory. Return the buckets, their estimated time in nanoseconds, and a line for the printed
     plan."""
-    # Each key of `found` is a tuple (largest number of elements in buffers of a rank, number of buckets, nanoseconds).
+    # Each key of `found` is a tuple (largest number of buffered elements on any rank, number of buckets, nanoseconds).
     found = dict[tuple[int, int, int], list[_Share]]()
     for shares in _cuts(alike, items, prices, policy):
         buckets = [_timed([prices[i.key] for i in share], alike.itemsize, policy.machine) for share in shares]
@@ -324,7 +325,7 @@ def _gathered(spec: Spec, item: Item) -> bool:
 
 
 def _lines(items: Iterable[Item]) -> list[_Share]:
-    """Return one list per owner, which contains the matrices of the owner, costliest first."""
+    """Return one list per owner, which contains the owner's matrices in order of decreasing cost."""
     lines: dict[Ranks, _Share] = {}
     for item in sorted(items, key=lambda item: (-item.cost, item.rows, item.cols, item.key)):
         lines.setdefault(item.owners, []).append(item)
@@ -332,9 +333,9 @@ def _lines(items: Iterable[Item]) -> list[_Share]:
 
 
 def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]) -> list[_Share]:
-    """Split waves (buckets with matrices of all owners) into parts with different owners. The last wave gets `tail`
-    parts and the other waves get half as many, so that relays of results to other replicas begin early and the last
-    relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
+    """Split waves (buckets with matrices of all owners) into parts with different owners. The last wave is split into
+    `tail` parts and the other waves into half as many, so that relays of results to other replicas begin early and the
+    last relay is short. The owners of each replica are spread evenly over the parts, to balance the relays."""
     found: list[_Share] = []
     for wave in waves:
         lines: dict[tuple[int, int], _Share] = {}  # (index of a replica, owner) -> the owner's matrices
@@ -351,9 +352,9 @@ def _narrowed(waves: Sequence[_Share], tail: int, prices: Mapping[_Key, _Priced]
 
 
 def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
-    """Split the matrices of all owners into as few shares (buckets) as possible, but at least `least` if there are
-    enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. Within these
-    limits, the work of each owner is spread evenly over the shares."""
+    """Split the matrices of all owners into as few shares (buckets) as possible, but into at least `least` shares if
+    there are enough matrices. In each share, an owner has at most `most` elements, or a single larger matrix. Within
+    these limits, the work of each owner is spread evenly over the shares."""
     needed = [_needed([item.numel for item in line], most) for line in lines]
     num = max(least, *(of_line[0] for of_line in needed))
     cut = [_cut(line, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
@@ -362,9 +363,8 @@ def _shares_of(lines: Sequence[_Share], most: int, least: int) -> list[_Share]:
 
 
 def _needed(sizes: Sequence[int], most: int) -> list[int]:
-    """For each position in a list of matrix sizes, count the shares into which the rest of the list must be divided, so
-    that a share has at most `most` elements or a single larger matrix. The result has an additional last entry,
-    which is 0."""
+    """For each position in a list of matrix sizes, count the shares needed for the rest of the list if each share has
+    at most `most` elements or a single larger matrix. The result ends with an additional 0, for the empty rest."""
     found = [0] * (len(sizes) + 1)
     end, filled = len(sizes), 0
     for start in range(len(sizes) - 1, -1, -1):
@@ -377,8 +377,8 @@ def _needed(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(line: _Share, needed: Sequence[int], most: int, num: int) -> list[_Share]:
-    """Split one owner's matrices, without changing their order, into `num` shares of about equal work, with as few
-    empty shares as possible."""
+    """Split one owner's matrices, in the given order, into `num` shares of about equal work, with as few empty shares
+    as possible."""
     parts: list[_Share] = [[] for _ in range(num)]
     left, share, work, filled = sum(item.cost for item in line), 0, 0, 0
     for place, item in enumerate(line):
@@ -408,8 +408,9 @@ def _prices(specs: Sequence[Spec], items: Sequence[Item], machine: Machine) -> d
 
 
 def _spread_of(layout: ParamLayout, per_node: int) -> _Spread:
-    """Count the ranks of a layout in total and per node, with `per_node` ranks on a node. The first replica is assumed
-    to be typical of all replicas, and the ranks that store the first piece are assumed to be typical of all pieces."""
+    """Count the ranks of a layout in total and per node, where each node has `per_node` ranks. The first replica is
+    assumed to be typical of all replicas, and the ranks that store the first piece are assumed to be typical of all
+    pieces."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
     replica = [rank for rank in layout.ranks if layout.pieces[rank] and layout.replica_of[rank] == 0]
     on_nodes = (Counter(rank // per_node for rank in ranks).values() for ranks in (replica, first))
@@ -454,11 +455,12 @@ class _Priced(NamedTuple):
 
 
 def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[int, int]:
-    """Estimate the batch size for matrices whose shorter side is `short`, and the nanoseconds to orthogonalize a batch.
-    `how`: text that names the compute dtype. `flops`: floating point operations for one matrix."""
+    """Estimate the batch size for matrices whose shorter side is `short`, and the time to orthogonalize a batch, in
+    nanoseconds. `how` is a text that names the compute dtype, and `flops` is the number of floating point operations
+    for one matrix."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    # The Gram matrices of a batch have at most 3 * 2**20 elements, see `orthogonalize.batch_size`.
+    # The Gram matrices of a batch have at most 3 * 2**20 elements (see `orthogonalize.batch_size`).
     size = 1 if not machine.launch else min(max((3 << 20) // short**2, 1), 64)
     size = 1 << (size.bit_length() - 1)
     # The rate of a batch is between the rate of one matrix and the rate of a single product of the batch's total size.
@@ -469,7 +471,7 @@ def _products_of(short: int, how: str, flops: int, machine: Machine) -> tuple[in
 
 
 class _Timed(NamedTuple):
-    """Times and memory of a bucket.
+    """Estimated times (in nanoseconds) and memory use of a bucket.
 
     Attributes:
         work: Times of the bucket's phases without orthogonalization, on the rank that orthogonalizes the fewest
@@ -486,14 +488,14 @@ class _Timed(NamedTuple):
 
 
 def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Timed:
-    """Estimate times and memory of a bucket of matrices. `itemsize`: bytes per element as sent."""
-    # The keys of `passed_on` are replicas, and its values are elements that are relayed. The keys of all other counters
-    # are owners. The values are nanoseconds for `computed`, elements that are received for `came`, and elements that
-    # the owner already stores for `kept`.
+    """Estimate times and memory use of a bucket of matrices, whose elements are sent as `itemsize` bytes each."""
+    # `passed_on` counts the relayed elements of each replica. The other counters have one value per owner: the
+    # nanoseconds of computation (`computed`), the number of received elements (`came`), and the number of elements that
+    # the owner already stores (`kept`).
     computed, came, kept, passed_on = (Counter[int]() for _ in range(4))
     for (owner, size, ns), count in Counter((one.owner, one.batch, one.ns) for one in matrices).items():
         computed[owner] += -(-count // size) * ns
-    sent = relayed = 0  # numbers of elements that a rank sends in the gather, and receives in the relay
+    sent = relayed = 0  # number of elements that a rank sends in the gather, and number that it receives in the relay
     for owner, replica, numel, _, _, (holders, _, replicas, _) in matrices:
         came[owner] += numel - numel // holders
         kept[owner] += numel // holders
@@ -517,7 +519,7 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
     held = 1 + kept.total()
     idle, own, half = relayed, max(0, held - sent - relayed), machine.bucket // 2
 
-    def passed(each: int, elements: int) -> int:  # returns the nanoseconds of memory traffic and host work
+    def passed(each: int, elements: int) -> int:  # returns nanoseconds of memory traffic and host work
         return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
 
     work = clock.BucketTimes(
@@ -535,8 +537,8 @@ def _timed(matrices: Sequence[_Priced], itemsize: int, machine: Machine) -> _Tim
 
 
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
-    """Estimate the nanoseconds of an exchange in which each rank sends `size` bytes, divided evenly among `ranks`
-    ranks, of which `inside` are on the same node."""
+    """Estimate the duration, in nanoseconds, of an exchange among `ranks` ranks, of which `inside` are on the same
+    node. Each rank sends `size` bytes, divided evenly among the other ranks."""
     others = max(1, ranks - 1)
     near, far = size * (inside - 1) // others, size * (ranks - inside) // others
     latency = (machine.across if ranks > inside else machine.inside) + machine.peer * (ranks - 1)
@@ -544,7 +546,8 @@ def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
 
 
 def _step_ns(buckets: Sequence[_Timed]) -> int:
-    """Estimate the nanoseconds of a step with these buckets, in this order: see [Note: the price of buckets]."""
+    """Estimate the duration of a step, in nanoseconds, if the buckets are executed in this order (see [Note: the price
+    of buckets])."""
     slowest = [max(one.computed, key=lambda rank: (one.computed[rank], rank)) for one in buckets]
     ranks = [
         [one.work._replace(key=at, orthogonalize=one.computed.get(rank, 0)) for at, one in enumerate(buckets)]

@@ -1,11 +1,11 @@
 """The program of one rank for one bucket of matrices. It lists the copies between local storage, batches of matrices
-and wires, where a wire is the send or receive buffer of an exchange. Pure functions.
+and wires, where a wire is the send or receive buffer of an exchange. All functions are pure.
 
 [Note: places]
     Each tile (part of a matrix) that a rank stores has one place in a buffer. Tiles of matrices that the rank owns are
     in batches, where they are orthogonalized, and are never sent. All other tiles are on a wire, ordered by the rank at
     the other end, then by matrix, then by their order in storage. The scatter delivers the result for a tile to the
-    same place of the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
+    same place on the wire from which the gather sent the tile. If a bucket has a single rank, this rank owns all
     matrices, and its wires are empty.
 
 [Note: results in two stages]
@@ -29,7 +29,7 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.plan import Bucket, Item, Plan
 
-_ALIGNMENT = 64  # alignment in bytes; equal alignment makes a result independent of the matrix's place in a batch
+_ALIGNMENT = 64  # in bytes; with equal alignment, a result does not depend on the matrix's place in the batch
 
 
 def aligned(numel: int, itemsize: int) -> int:
@@ -39,7 +39,8 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 class BufferPlace(NamedTuple):
-    """Place of a block in a buffer: offset of the block's first element, and stride of each dim, in elements."""
+    """Place of a block in a buffer, given by the offset of the block's first element and the stride of each dim, in
+    elements."""
 
     start: int
     strides: Ints
@@ -47,7 +48,7 @@ class BufferPlace(NamedTuple):
 
 class Copy(NamedTuple):
     """A copy of a block of elements between two buffers, in either direction. All strides are nonzero, so that no two
-    elements of the block have the same place."""
+    elements of the block share a place."""
 
     sizes: Ints
     here: BufferPlace
@@ -78,7 +79,8 @@ class _Batch(NamedTuple):
     Attributes:
         items: Indices of the matrices in the plan's items.
         shape: (number of matrices, rows, cols).
-        start, stride: Matrix k of the batch begins at element start + k * stride of the buffer of batches.
+        start, stride: Matrix k of the batch begins at element start + k * stride of the buffer that contains all
+            batches.
     """
 
     items: tuple[int, ...]
@@ -91,8 +93,8 @@ class Wire(NamedTuple):
     """One exchange, as seen by one rank.
 
     Attributes:
-        sent, came: For each rank of the bucket, the number of elements that are sent to this rank, and received from
-            it.
+        sent, came: For each rank of the bucket, the number of elements that are sent to it, and the number received
+            from it.
         tiles: Tiles of this rank's storage that are sent (gather) or received (scatter, relay).
         copies: Copies between the exchange's buffer (`here`) and the batches (`there`), for matrices that this rank
             owns.
@@ -132,10 +134,10 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
-        """Make the program of one rank for a bucket. `missing`: indices of parameters that are left out because they
-        have no gradient in this step."""
+        """Make the program of one rank for a bucket. `missing` contains the indices of parameters that are left out
+        because they have no gradient in this step."""
         numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-        numbers.sort(key=lambda n: _batch_key(plan, n))  # equal shapes become adjacent, so that copies can be merged
+        numbers.sort(key=lambda n: _batch_key(plan, n))  # make equal shapes adjacent, so that copies can be merged
         items = [plan.items[n] for n in numbers]
         batches, slots, end = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
         own, ways = list[Load](), _Ways(list)
@@ -152,9 +154,9 @@ class Program:
             return BufferPlace(slots[load.param, load.tile.matrix] + offset, strides)
 
         def wire(phase: _Phase, before: Sequence[Load] = (), kept: bool = True) -> Wire:
-            """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before`: tiles that the
-            previous exchange received, some of which must be sent on in this exchange. `kept`: True to include state
-            values of matrices."""
+            """Make the `Wire` of a phase (scatter or relay) in which results are exchanged. `before` contains the tiles
+            that the previous exchange received, some of which must be forwarded in this exchange. If `kept` is True,
+            state values of matrices are included."""
             sent, out, told = _packed(ways, phase, True, bucket, kept)
             came, tiles, heard = _packed(ways, phase, False, bucket, kept)
             owned = [load for load in out if (load.param, load.tile.matrix) in slots]
@@ -190,7 +192,7 @@ def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
 
 
 def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[_Batch], dict[tuple[int, int], int], int]:
-    """Assign places in one buffer to the matrices that this rank owns, which are sorted by `_batch_key`. Returns the
+    """Assign places in one buffer to the matrices that this rank owns, which are sorted by `_batch_key`. Return the
     batches, the offset of each matrix, and the buffer's size in elements."""
     found, slots, end = list[_Batch](), dict[tuple[int, int], int](), 0
     for (rows, cols, *_), group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
@@ -249,7 +251,7 @@ def _packed(
 
 
 def _passed(came: Sequence[Load], sent: Sequence[Load]) -> tuple[Copy, ...]:
-    """Make the copies that move received tiles to their places in the send buffer of the next exchange."""
+    """List the copies that move received tiles to their places in the send buffer of the next exchange."""
     # Matrix, start and sizes identify a tile. `Tile.held`, the location in storage, differs between replicas.
     places = {(load.param, load.tile[:3]): load.place for load in came}
     found = ((to, places.get((to.param, to.tile[:3]))) for to in sent)

@@ -1,1 +1,2 @@
-"""Routing: the assignment of each parameter of a model to Muon or AdamW by the model's structure, with the reason."""
+"""Routing, which assigns each parameter of a model to Muon or AdamW based on the model's structure, and gives the
+reason."""

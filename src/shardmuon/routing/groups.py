@@ -11,8 +11,8 @@ without communication, whether the model is already sharded or not.
     1. Heads are the weights shared with an embedding (roles.py) and the layers that the model names:
        `get_output_embeddings()` (Hugging Face), `get_classifier()` (timm), and, in a module with an attribute
        `num_labels` (Hugging Face's classifiers), the last linear layer with `num_labels` rows.
-    2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer has V inputs,
-       no norm or embedding has width V). Then a linear layer with V rows outputs logits, and is a head. If
+    2. Let V be the number of rows of an embedding. If nothing in the model reads V features (no layer has V inputs, and
+       no norm or embedding has width V), a linear layer with V rows outputs logits and is a head. If
        `get_input_embeddings()` names embeddings, only these count, because tables of positions or token types are not
        vocabularies. Within a repeated block, this rule applies only to the block's last matrix: in a byte-level model
        with 256 vocabulary entries, 4 key-value heads of 64 features have 256 rows as well.
@@ -78,8 +78,8 @@ class RoutingRow:
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """List of parameter groups, which are dicts as torch's optimizers take them. Muon's groups come first. `str()`
-    returns the routing table, in which rows that differ only in the numbers in parameter names share one line.
+    """List of parameter groups, in the dict format that torch's optimizers accept. Muon's groups come first. `str()`
+    returns the routing table, which merges rows into one line if they differ only in the numbers in parameter names.
 
     Attributes:
         rows: One `RoutingRow` for each parameter, frozen parameters included, in model order.
@@ -138,8 +138,8 @@ class ParamGroups(list[dict[str, Any]]):
         if isinstance(params, nn.Module):
             own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn")}
             groups, lr = param_groups(params, **own, **given), own["lr"]
-            # With the default scale, matrices would train far too slowly at an lr below 2e-3. Such an lr is typical of
-            # AdamW.
+            # An lr below 2e-3 is typical of AdamW. With the default scale, matrices would train far too slowly at such
+            # an lr.
             if own["adjust_lr_fn"] is None and groups[0]["use_muon"] and not isinstance(lr, Tensor) and 0 < lr < 2e-3:
                 warnings.warn(
                     f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
@@ -175,9 +175,9 @@ def param_groups(
 ) -> ParamGroups:
     """Assign a model's parameters to Muon and AdamW groups by their role in the model.
 
-    Every trainable parameter is in exactly one group, by the rules of docs/routing.md. Parameters with equal options
-    share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order. No group
-    is empty. If a choice may be wrong, a warning names the override that confirms or corrects the choice.
+    Every trainable parameter is in exactly one group, according to the rules in docs/routing.md. Parameters with equal
+    options share a group. Muon's groups come first; otherwise groups, and the parameters in them, are in model order.
+    No group is empty. If a choice may be wrong, a warning names the override that confirms or corrects the choice.
 
     Call this function before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``)
     or `torch.compile`.
@@ -189,13 +189,13 @@ def param_groups(
             see docs/learning_rate.md; the table shows it as a multiple of `lr`.
         weight_decay: Weight decay of matrices, embeddings and heads. Other parameters get 0; to change this, edit the
             returned groups.
-        adjust_lr_fn: Learning-rate scale of Muon's groups, see `shardmuon.Muon`. If None, the groups use the
+        adjust_lr_fn: Learning-rate scale of Muon's groups (see `shardmuon.Muon`). If None, the groups use the
             optimizer's own setting.
         overrides: (pattern, choice) pairs, as a list or a dict; the first pair whose pattern matches a parameter
             applies. A pattern is a glob over parameter names or a predicate (name, parameter, module) -> bool. A choice
             is "muon", "adamw" or a dict of group options, such as ``{"use_muon": True, "split_sizes": 8, "lr": 3e-4}``.
             A dict without ``use_muon`` does not change the routing.
-        tp_group: Tensor-parallel process group over which plain parameters are sharded, see docs/tensor_parallel.md.
+        tp_group: Tensor-parallel process group over which plain parameters are sharded (see docs/tensor_parallel.md).
 
     Returns:
         The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``. `print`
@@ -203,7 +203,7 @@ def param_groups(
 
     Raises:
         ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
-            logical shape is unknown. The message names the correction.
+            logical shape is unknown. The message suggests a correction.
         TypeError: `model` is not a module, or `lr` is missing.
 
     Examples:
@@ -273,13 +273,13 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
         updates: (rows, cols, learning-rate scale) of each matrix.
 
     Returns:
-        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and if there are no matrices.
+        The multiple, which is 1 for `adjust_lr_fn="match_rms_adamw"` or if there are no matrices.
     """
     found = list(updates)
     total = sum(rows * cols for rows, cols, _ in found)
     squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    # AdamW's updates have a root mean square of 0.2 times its lr, see docs/learning_rate.md. Rounding to six digits
-    # makes results that are 1 except for rounding errors exactly 1.
+    # AdamW's updates have a root mean square of 0.2 times its lr (see docs/learning_rate.md). Results are rounded to
+    # six digits, so that results that should be 1 become exactly 1 despite rounding errors.
     return float(f"{math.sqrt(squares / total) / 0.2:.6g}") if total else 1.0
 
 
@@ -287,13 +287,13 @@ def _matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
 
 
 class Rule(NamedTuple):
-    """An override of the routing, as parsed from the user's argument.
+    """A routing override, parsed from the user's argument.
 
     Attributes:
-        pattern: Glob or predicate that the user gave.
+        pattern: The user's glob or predicate.
         label: Printed form of the pattern, for use in messages.
-        options: Group options that the override sets. They contain `use_muon` if it assigns parameters to Muon or
-            AdamW.
+        options: Group options that the override sets, including `use_muon` if the override assigns parameters to Muon
+            or AdamW.
     """
 
     pattern: _Pattern
@@ -353,9 +353,9 @@ class _RoutedParam:
     Attributes:
         param, places, shape, role: The parameter, its places in the model, its global shape and its role.
         rule: The override that applies; a rule without label and options if none matches.
-        settled: The user's choice of `use_muon`, made by an override or as attribute `p.use_muon`; None if the user
-            made no choice.
-        use_muon, reason: True for Muon, False for AdamW; and the reason for the choice.
+        settled: The user's choice of `use_muon`, made by an override or through the attribute `p.use_muon`; None if the
+            user made no choice.
+        use_muon, reason: True for Muon or False for AdamW, and the reason for the choice.
         options: Options of the parameter's group.
         matrices: (rows, cols) of each matrix that Muon orthogonalizes.
     """
@@ -389,7 +389,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
     """Assign every parameter of a model to Muon or AdamW.
 
     Returns:
-        All parameters in model order, each of them once; and a list with a warning for each choice that may be wrong.
+        All parameters in model order, each of them once, and a list with a warning for each choice that may be wrong.
     """
     found = Placed.all_in(model)
     for rule in rules:
@@ -419,7 +419,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
 
 
 def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) -> _RoutedParam:
-    """Determine the role of a parameter, and the override or attribute `use_muon` that applies to it."""
+    """Determine a parameter's role, and the override or the attribute `use_muon` that applies to the parameter."""
     param, places = placed
     name = places[0].name
     rule = next((rule for rule in rules if rule.matches(param, places)), Rule("", "", {}))
@@ -436,7 +436,7 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
         role = Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
     else:
         role = placed.role(shape)
-    # DeepSpeed also sets the attribute `use_muon` of parameters
+    # users can set the attribute `use_muon` on parameters, and so does DeepSpeed
     settled = given.get("use_muon", getattr(param, "use_muon", None))
     if settled is not None and not isinstance(settled, bool):
         raise TypeError(f"{name}: use_muon is {settled!r}. Set it to True or False, or delete it")
@@ -444,8 +444,8 @@ def _weight(placed: Placed, rules: Sequence[Rule], tp_group: GroupRef | None) ->
 
 
 def _check_usable(w: _RoutedParam) -> None:
-    """Raise ValueError if a parameter cannot be read as matrices, or if an override sets options of Muon for a
-    parameter that is assigned to AdamW, or the reverse."""
+    """Raise ValueError if it is unknown how to read a parameter as matrices, or if an override sets an option of Muon
+    for an AdamW parameter or an option of AdamW for a Muon parameter."""
     unclear = w.role.kind == "unclear"
     says_how = unclear and w.settled and "view" in w.rule.options
     if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
@@ -471,7 +471,8 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
     view |= {key: options[key] for key in VIEW_DEFAULTS if key in options}
     with about(f"{w.name} ({w.reason})"):
         matrices = matrix_view(w.shape, **view).matrices
-    # Parameters are grouped by the printed form of their options, in which a list differs from an equal tuple.
+    # Parameters are grouped by the printed form of their options, in which a list and a tuple with equal elements
+    # differ.
     if isinstance(view["split_sizes"], list):
         view["split_sizes"] = tuple(view["split_sizes"])
     given = {key: value for key, value in options.items() if key not in VIEW_DEFAULTS}
@@ -483,7 +484,7 @@ def _muon_options(w: _RoutedParam, muon: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict[str, str], list[str]]:
-    """Find the matrices that are output heads, by the rules of [Note: output heads].
+    """Find the matrices that are output heads, according to the rules in [Note: output heads].
 
     Args:
         model: The model.
@@ -528,8 +529,8 @@ def _find_heads(model: nn.Module, weights: Sequence[_RoutedParam]) -> tuple[dict
 
 
 def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
-    """Make a warning about layers that are taken for output heads but may be hidden layers. Returns a list with this
-    warning; the list is empty if the user has chosen the optimizer of all these layers."""
+    """Make a warning about layers that are treated as output heads but may be hidden layers. Return a list with this
+    warning, or an empty list if the user has chosen the optimizer of all these layers."""
     names = [w.name for w in found if w.is_open]
     return [
         f"{listed(names)} went to AdamW as output heads, having as many rows as an embedding ({w.shape[0]}), though "
@@ -541,7 +542,8 @@ def _doubt_of_heads(found: Sequence[_RoutedParam]) -> list[str]:
 
 
 def _answers(model: nn.Module, *hooks: str) -> dict[int, str]:
-    """Call the methods named in `hooks` on every module that has them, and collect the parameters that they return.
+    """Call the methods named in `hooks` on every module that has them, and collect the parameters that the methods
+    return.
 
     Returns:
         A dict from the id of each parameter to the name of the method that returned the parameter. If a method returns
@@ -568,7 +570,7 @@ def _is_tied(table: _RoutedParam) -> bool:
 
 def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, str]:
     """Find classifiers: in each module with an attribute `num_labels`, the last linear layer with `num_labels` rows.
-    Returns a dict from parameter name to reason."""
+    Return a dict from parameter name to reason."""
     apart = [w for w in linear if not blocks.around(w)]
     owners = ((w, module) for w in apart for place in w.places for _, module in place.owners)
     found = {id(module): w for w, module in owners if vars(module).get("num_labels") == w.shape[0]}
@@ -577,8 +579,8 @@ def _with_labels(linear: Sequence[_RoutedParam], blocks: _Blocks) -> dict[str, s
 
 class _Blocks:
     """Repeated blocks of a model. A repeated block is a module that has two or more matrices and either is in a
-    ModuleList or has a sibling of the same type. Two containers do not count as siblings of the same type, since for
-    example a decoder's layers and its extra heads can both be ModuleLists.
+    ModuleList or has a sibling of the same type. Two containers do not count as siblings of the same type, since, for
+    example, a decoder's layers and its extra heads can both be ModuleLists.
 
     Attributes:
         paths: Names of the blocks.
@@ -600,7 +602,8 @@ class _Blocks:
 
     def around(self, weight: _RoutedParam, tables: Iterable[Place] = ()) -> str | None:
         """Return the name of the outermost repeated block that contains a matrix, or None if no block contains it. A
-        module that contains one of `tables` (embeddings) as well is a complete model and does not count as a block."""
+        module that also contains one of the embeddings in `tables` is a complete model and does not count as a block.
+        """
         models = {path for table in tables for path, _ in table.paths}
         return next((p for p, _ in weight.places[0].paths if p in self.paths and p not in models), None)
 
@@ -625,9 +628,9 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
     layers (unlike a list of transformer blocks, which also have norms).
 
     Returns:
-        A dict from parameter name to reason. It contains the stacks that were recognized by shape alone and that a
-        router confirms to be experts. A router confirms the stacks of a module if, in the first stack that has the
-        router's input width as one of its two matrix dims, this dim is the last one (the inputs).
+        A dict from parameter name to reason. It contains stacks that were recognized only by their shape and that a
+        router confirms to be experts. To confirm the stacks of a module, the code looks at the first stack in which one
+        of the two matrix dims equals the router's input width: this dim must be the last one, which indexes inputs.
     """
     stacks: dict[nn.Module, list[_RoutedParam]] = {}
     for w in weights:
@@ -651,8 +654,8 @@ def _find_experts(weights: Sequence[_RoutedParam]) -> dict[str, str]:
 
 
 def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:
-    """Yield the three nearest ancestors of the module that holds a weight, and those children of each ancestor that do
-    not contain the weight."""
+    """Yield the three nearest ancestors of the module that contains a weight, and those children of each ancestor that
+    do not contain the weight."""
     for place in weight.places:
         for below, module in place.owners[1:4]:
             yield module
@@ -661,8 +664,8 @@ def _beside(weight: _RoutedParam) -> Iterator[nn.Module]:
 
 def _is_list_of(module: nn.Module, shape: Ints) -> bool:
     """True if a module is a list of experts that a router weight of this shape can choose among. The list must have one
-    expert per row of the weight. Each expert must consist of linear layers, at least one of them with the weight's
-    input width."""
+    expert per row of the weight. Each expert must consist of two or more linear layers, and at least one of them must
+    have the weight's input width."""
     if not isinstance(module, nn.ModuleList) or len(module) != shape[0]:
         return False
     holders = [[m for m in expert.modules() if m._parameters] for expert in module]
@@ -674,8 +677,8 @@ def _is_list_of(module: nn.Module, shape: Ints) -> bool:
 
 _UNKNOWN = ", which no rule recognizes. It went to Muon as"
 _TURNED = '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is'
-# For each kind of parameter that is recognized by shape alone, three parts of a warning: what the parameter may be and
-# which optimizer gets it; the override that confirms this choice; and the overrides for the alternatives.
+# Texts of the warnings about parameters that were recognized only by their shape. Each entry states what the parameter
+# may be and which optimizer updates it, the override that confirms this choice, and the overrides for the alternatives.
 _DOUBTS = {
     "broadcast": (
         " with a leading dim of 1: a table for all of a batch (positions), or a stack of one expert. It went to AdamW "
@@ -702,7 +705,7 @@ _DOUBTS = {
 
 
 def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[str]:
-    """Make warnings about parameters whose optimizer was chosen by shape alone. Similar parameters share one warning.
+    """Make warnings about parameters whose optimizer was chosen only by shape. Similar parameters share one warning.
 
     Args:
         weights: All parameters of the model.
@@ -727,8 +730,8 @@ def _doubts_of(weights: Sequence[_RoutedParam], known: Collection[str]) -> list[
 
 def _is_positions(weight: _RoutedParam, weights: Sequence[_RoutedParam]) -> bool:
     """True if a (1, M, N) parameter is certainly a table, such as position embeddings, and not the matrix of a single
-    expert: the parameter's rows are as wide as a norm, and its shape does not allow a matrix product with any other (1,
-    M, N) parameter of the same module."""
+    expert. This is certain if the parameter's rows are as wide as a norm of the model, and if its shape does not allow
+    a matrix product with any other parameter of shape (1, .., ..) in the same module."""
     widths = [w.shape[-1:] for w in weights if w.role.kind == "norm"]
     if weight.role.kind != "broadcast" or weight.shape[-1:] not in widths:
         return False

@@ -1,13 +1,13 @@
 """Table of the weights of well-known module types. This module imports no framework.
 
 [Note: facts that follow from a type]
-    The type and the size attributes of a framework's module show facts that the model's structure does not show: that
-    rows are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched
-    by class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other
-    classes have the same name. A fused weight is split by default if type and sizes make the parts certain: the sizes
-    are read from the module and must add up to the size of the weight. It then gets the same update as if its parts
-    were stored separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts
-    and the type is not in this table. The routing table then shows "fused?" and the override that splits the weight.
+    The type and the size attributes of a framework's module reveal facts that the model's structure does not: that rows
+    are q, k and v, that a weight is stored transposed, or that a parameter contains decay rates. Types are matched by
+    class name along the MRO (wrappers and `fully_shard` make subclasses), or by module and class name if other classes
+    have the same name. A fused weight is split by default if type and sizes make the parts certain: the sizes are read
+    from the module and must add up to the size of the weight. It then gets the same update as if its parts were stored
+    separately. A weight is not split if the sizes do not add up, or if only its name suggests fused parts and the type
+    is not in this table. The routing table then shows "fused?" and the override that splits the weight.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _View = Mapping[str, Any]  # keyword arguments of `matrix_view`
 _Kind = Literal[
     "linear",  # one matrix; rows are outputs
     "matrices",  # one or more matrices, known from the module's type
-    "bare",  # one matrix, judged by shape alone, because the module's type is unknown
-    "stack",  # several matrices, judged by shape alone
+    "bare",  # one matrix, recognized only by its shape, because the module's type is unknown
+    "stack",  # several matrices, recognized only by their shape
     "embedding",
     "router",  # one matrix whose rows choose experts
     "norm",
     "entries",  # not a linear map: vectors, tables, rates, biases of experts
     "broadcast",  # shape (1, M, N): either a table or a stack of one expert
     "pairs",  # the last dim is 2, as if complex numbers were stored as pairs of real numbers
-    "unclear",  # the shape is known, but not how to read the parameter as matrices
+    "unclear",  # the shape is known, but it is unclear how to read the parameter as matrices
     "unknown",  # the parameter's unsharded shape cannot be determined
 ]
 
@@ -44,14 +44,14 @@ class Role:
     """The role of a parameter in its model, and how to read the parameter as matrices.
 
     Attributes:
-        kind: "linear", "embedding", "norm" etc., see `_Kind`.
-        reason: Reason, shown in the routing table, why the parameter is assigned to Muon or AdamW. For "unclear" and
-            "unknown", a description of the problem and its solution, for an error message.
-        view: Options of `matrix_view` that read the parameter as matrices. Parameters that AdamW gets by default can
-            have such options as well, because the user can assign these parameters to Muon.
-        reads: Input widths (numbers of features) of the parameter, as far as they are known.
+        kind: "linear", "embedding", "norm" etc. (see `_Kind`).
+        reason: Reason for the assignment to Muon or AdamW, as shown in the routing table. For the kinds "unclear" and
+            "unknown", an error text that describes the problem and its solution.
+        view: Options of `matrix_view` that read the parameter as matrices. Parameters that are assigned to AdamW by
+            default can have such options as well, because the user can assign them to Muon.
+        reads: Numbers of input features of the parameter, as far as they are known.
         decays: True if AdamW applies weight decay to the parameter, provided that the parameter is not 1-D.
-        remark: Addition to the reason, such as a "fused?" hint, for parameters that Muon gets by default.
+        remark: Addition to the reason, such as a "fused?" hint, for parameters that are assigned to Muon by default.
     """
 
     kind: _Kind
@@ -63,8 +63,8 @@ class Role:
 
     @property
     def use_muon(self) -> bool:
-        """True if Muon gets the parameter by default, because it consists of one or more matrices that map inputs to
-        outputs."""
+        """True if the parameter is assigned to Muon by default, because it consists of one or more matrices that map
+        inputs to outputs."""
         return self.kind in ("linear", "matrices", "bare", "stack")
 
     @classmethod
@@ -89,7 +89,8 @@ class Role:
                     if preset.kind in ("matrices", "linear"):
                         matrix_view(shape, **view)
                 except (AttributeError, LookupError, TypeError, ValueError):
-                    # The module must be another version of the type, or an unrelated class with the same name.
+                    # An error means that the module is another version of the type, or an unrelated class with the same
+                    # name.
                     continue
                 inputs = shape[-2:-1] if view.get("transposed") else shape[-1:]
                 return cls(preset.kind, preset.what, view, inputs, preset.decays)
@@ -107,7 +108,7 @@ class _Preset:
         view: Function that returns the options of `matrix_view`. Its arguments are the module and the weight's global
             shape, because the parameter itself may be a placeholder. If the function raises an error, or if the sizes
             do not fit the weight, the entry is skipped, since the module must be an unrelated class with the same name.
-        kind: "matrices", "entries" etc., see `_Kind`.
+        kind: "matrices", "entries" etc. (see `_Kind`).
         decays: True if AdamW applies weight decay.
         has: Names of attributes that the module must have in addition to the type.
     """
@@ -141,7 +142,7 @@ def _conv1d(layer: Any, shape: Ints) -> _View:
 
 def _stack(experts: Any, _: Ints) -> _View:
     named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
-    is_inputs_first = getattr(experts, "is_transposed", named)  # True if the stack is stored as (E, inputs, outputs)
+    is_inputs_first = getattr(experts, "is_transposed", named)  # True if the stack has shape (E, inputs, outputs)
     return {"view": "stack", **({"transposed": True} if is_inputs_first else {})}
 
 
@@ -173,14 +174,14 @@ _KNOWN_EXPERTS = (
 _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
 
 _PRESETS: tuple[_Preset, ...] = (
-    # presets for modules of torch
+    # presets for torch modules
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*in_proj_weight*", "fused q, k, v", _rows(3)),
     _Preset(("torch.nn.modules.activation.MultiheadAttention",), "*weight*", "linear"),
     _Preset(("torch.nn.modules.rnn.LSTM*",), "*weight_[ih]h*", "4 fused gates", _rows(4)),
     _Preset(("torch.nn.modules.rnn.GRU*",), "*weight_[ih]h*", "3 fused gates", _rows(3)),
     _Preset(("torch.nn.modules.rnn.RNN*",), "*weight_*", "linear"),
     _Preset(("torch.nn.modules.linear.Bilinear",), "weight", "a matrix for each output", lambda *_: {"view": "stack"}),
-    # presets for attention and feed-forward layers of transformers
+    # presets for attention and feed-forward layers in the library transformers
     _Preset(
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
@@ -263,8 +264,8 @@ _PRESETS: tuple[_Preset, ...] = (
         "fused z, x, B, C, dt",
         lambda m, _: _split((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads)),
     ),
-    # Presets for experts: known classes, and any class that has transformers' attributes for the order in which weights
-    # are stored.
+    # Presets for experts, which match known classes and any class with the attributes in which the library transformers
+    # records the order of stored weights.
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (("*Experts",), ("is_transposed", "is_concatenated")))
@@ -282,7 +283,7 @@ _PRESETS: tuple[_Preset, ...] = (
     _Preset(
         (
             *(*_TIMM, "timm.layers.pos_embed_rel.RelPosBias"),
-            # names of classes in transformers
+            # class names in the library transformers
             *("*RelativePositionBias", "*SwinSelfAttention", "ClapAudioSelfAttention"),
         ),
         "relative_position_bias_table",
@@ -290,11 +291,11 @@ _PRESETS: tuple[_Preset, ...] = (
         kind="entries",
         decays=False,
     ),
-    # presets for modules of peft
+    # presets for peft modules
     _Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", kind="entries"),
     _Preset(("LoraLayer",), "lora_embedding_B.*", "linear", kind="linear"),
     _Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", kind="entries"),
-    # presets for modules of torch_geometric
+    # presets for torch_geometric modules
     _Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear", kind="linear"),
 )
 

@@ -25,8 +25,8 @@ from shardmuon.routing.presets import Role, numbers_out
 
 _Convolution = nn.modules.conv._ConvNd  # base class of convolutions and transposed convolutions
 # `_KEEP` lists the attributes in which torch.compile, FSDP1 and activation checkpointing store the wrapped module.
-# `_KEEP_AS_MODULE` lists the wrappers of torch and Megatron that store it as `module`. They are listed by class name,
-# since Megatron need not be installed.
+# `_KEEP_AS_MODULE` lists, by class name, the wrappers of torch and Megatron that store the wrapped module as `module`.
+# Class names are used because Megatron may not be installed.
 _KEEP = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _KEEP_AS_MODULE = {
     *("DistributedDataParallel", "DataParallel"),
@@ -75,8 +75,8 @@ class Place(NamedTuple):
 
     @property
     def fused_parts(self) -> tuple[str, ...] | None:
-        """The fused parts that the weight's name suggests, in order: () if the name suggests fused parts but not which
-        parts, None if it suggests no fused parts."""
+        """The fused parts that the weight's name suggests, in order. The tuple is empty if the name suggests a fused
+        weight but not its parts; None means that the name does not suggest a fused weight."""
         word = self.name.removesuffix(".weight").rpartition(".")[2]
         return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
 
@@ -97,7 +97,7 @@ class Placed(NamedTuple):
         """List every parameter of a model once, in model order.
 
         Raises:
-            ValueError: FSDP1 has replaced the model's parameters by flat parameters.
+            ValueError: FSDP1 has replaced the model's parameters with flat parameters.
         """
         walked = list(_walk(model, ""))
         modules, found = dict(walked), dict[int, tuple[Tensor, list[Place]]]()
@@ -134,7 +134,8 @@ class Placed(NamedTuple):
                 f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
                 "shape is unknown. Build the groups before wrapping the model"
             )
-        # If a Megatron layer's `output_size` equals its `output_size_per_partition`, its parameters are not sharded.
+        # The parameters of a Megatron layer are not sharded if, for example, its `output_size` equals its
+        # `output_size_per_partition`.
         parts = [(key, size) for key, size in vars(module).items() if key.endswith("_per_partition")]
         is_whole = bool(parts) and all(
             getattr(module, key.removesuffix("_per_partition"), None) == size for key, size in parts
@@ -158,7 +159,8 @@ class Placed(NamedTuple):
             if tables[0] is places[0]:
                 reason = f"embedding, tied to {others}" if others else "embedding"
             return Role("embedding", reason, reads=shape[1:])
-        # Roles from modules of known types take precedence over roles from modules that only refer to the parameter.
+        # A role that follows from a module's known type takes precedence over roles that follow only from the
+        # parameter's shape.
         known = [role for role in roles if role.kind not in ("bare", "stack", "broadcast", "unclear")] or roles
         first = known[0]
         if any((role.use_muon, role.view) != (first.use_muon, first.view) for role in known):
@@ -232,8 +234,8 @@ def _convolution(place: Place, shape: Ints) -> Role:
 
 
 def _by_shape(place: Place, shape: Ints) -> Role:
-    """Determine the role of a parameter with two or more dims from its shape. The parameter is in a linear layer or in
-    a module of unknown type."""
+    """Determine the role of a parameter from its shape. The parameter has two or more dims and is in a linear layer or
+    in a module of unknown type."""
     module, stack, hint = place.module, {"view": "stack"}, _fused_hint(place, shape)
     if len(shape) == 2:
         is_linear = isinstance(module, nn.Linear)
@@ -263,7 +265,7 @@ def _by_shape(place: Place, shape: Ints) -> Role:
 
 def _fused_hint(place: Place, shape: Ints) -> str:
     """Make a remark for the routing table if a weight's name suggests fused parts. The remark contains the override
-    that splits the parts. Returns "" if the name suggests no fused parts.
+    that splits the parts. Return "" if the name suggests no fused parts.
 
     A name does not show the order of rows. The order can be all of q, then all of k, then all of v; or it can be q, k
     and v of head 0, then q, k and v of head 1, and so on. With an override for the wrong order, each part would mix

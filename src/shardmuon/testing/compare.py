@@ -29,7 +29,7 @@ from shardmuon.variants import KEPT_KEYS
 
 _Whole = Mapping[str, Tensor]
 _Cases = Mapping[str, ParamCase]
-# dict from parameter name to whole tensors: the weight (key "weight") and the optimizer state
+# dict from parameter name to a dict of whole tensors: the weight (key "weight") and the optimizer state
 _State = dict[str, dict[str, Tensor]]
 
 
@@ -149,7 +149,7 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
             decayed = before[name].double() * decay
             one, other = ((decayed - after.double()) / lr for after in (found, expected[name]))
             difference = relative_error(one, other)
-            if difference > worst or math.isnan(difference):  # NaN counts as larger than any difference
+            if difference > worst or math.isnan(difference):  # treat NaN as larger than any difference
                 worst, where = difference, name
     bitwise &= run.keeps(state)
     # Conversion to fp64 is exact for momentum of every dtype.
@@ -159,7 +159,8 @@ def _beside(run: _AnyRun, grads: Sequence[_Whole], reference: Sequence[_State], 
     return Comparison(worst, bitwise, traffic, num_matrices, where)
 
 
-# Cached states of reference models. The key omits the name of the layout, which does not affect the reference model.
+# Cached states of reference models. The key does not contain the name of the layout, which has no effect on the
+# reference model.
 _REMEMBERED: dict[str, list[_State]] = {}
 
 
@@ -203,8 +204,8 @@ def _torch_steps(cases: _Cases, options: Mapping[str, Any], full: _Whole, grads:
 
 
 class _LayoutRun(Run):
-    """A run of Muon on parameters that a layout in `LAYOUTS` shards. It returns the weights and momentum as this rank's
-    local tensors."""
+    """A run of Muon on parameters that are sharded by a layout in `LAYOUTS`. The weights and momentum of the run are
+    returned as this rank's local tensors."""
 
     def __init__(
         self, name: str, full: Mapping[str, Tensor], make: Callable[[_Whole, Mapping[str, Any]], Muon]

@@ -1,7 +1,7 @@
-"""Run shardmuon in FSDP1 and DeepSpeed on the ranks of a pool, so that tests can compare the results with a reference.
+"""Run shardmuon under FSDP1 and DeepSpeed on a pool of ranks, so that tests can compare the results with a reference.
 
-Each framework runs its own forward and backward passes, gathers tensors and makes state dicts. DeepSpeed starts without
-compiling extensions and logs only errors.
+Each framework runs its own forward and backward passes, and uses its own functions to gather tensors and build state
+dicts. DeepSpeed starts without compiling extensions and logs only errors.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class _GivenGradients(nn.Module):
 
 
 class _Inner(_GivenGradients):
-    """An inner module that FSDP1 wraps as a separate unit, apart from the module that contains it."""
+    """An inner module that FSDP1 wraps as a unit of its own."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore all warnings in this context, because torch warns that FSDP1 and functions that DeepSpeed calls are
-    deprecated."""
+    """Suppress all warnings in this context, because torch emits deprecation warnings for FSDP1 and for functions that
+    DeepSpeed calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Run:
-    """Base class for runs of Muon with given gradients. Runs in FSDP1 and DeepSpeed return whole weights and momentum,
-    which are equal on all ranks.
+    """Base class for runs of Muon with given gradients. Runs under FSDP1 and DeepSpeed return whole weights and
+    momentum, which are equal on all ranks.
 
     `gradients` rounds gradients to multiples of 1/8, so that the frameworks average them exactly over the ranks.
 
@@ -84,13 +84,14 @@ class Run:
 
     def gradients(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a step: the random tensors in `drawn`, divided by 4, rounded to multiples of 1/8 and
-        clamped to [-1, 1]. They have the dtype `self.steps` if this attribute is set."""
+        clamped to [-1, 1]. The gradients have the dtype `self.steps` if this attribute is set."""
         return {name: ((2 * t.float()).round().clamp(-8, 8) / 8).to(self.steps or t.dtype) for name, t in drawn.items()}
 
     def keeps(self, state: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Return True if the optimizer state that a variant of Muon adds to the momentum is bitwise equal to `state`.
+        """Return True if the optimizer state that a variant of Muon keeps in addition to the momentum is bitwise equal
+        to `state`.
 
-        Runs in FSDP1 and DeepSpeed always return True, because it is up to the framework where this state is stored. A
+        Runs under FSDP1 and DeepSpeed always return True, because the framework decides where this state is stored. A
         difference would still be visible in the weights.
         """
         return True
@@ -100,7 +101,7 @@ class Run:
 
 
 class Fsdp1Run(Run):
-    """A run of Muon on a model that FSDP1 wraps. The first half of the parameters is in a separate FSDP1 unit."""
+    """A run of Muon on a model wrapped in FSDP1. The first half of the parameters is in a separate FSDP1 unit."""
 
     ROWS: ClassVar[Mapping[str, str]] = {  # layout name -> name of a ShardingStrategy
         "fsdp1": "FULL_SHARD",
@@ -167,7 +168,7 @@ class Fsdp1Run(Run):
 
 
 class ZeroRun(Run):
-    """A run of Muon in DeepSpeed, which keeps fp32 copies of the weights for the optimizer."""
+    """A run of Muon under DeepSpeed, which keeps fp32 copies of the weights for the optimizer."""
 
     steps = torch.float32
     # Mapping from the layout name to the value of "zero_optimization" in DeepSpeed's configuration.
@@ -193,8 +194,8 @@ class ZeroRun(Run):
 
     @staticmethod
     def start_deepspeed() -> Any:
-        """Import DeepSpeed for CPU, and initialize its communication on the default process group. All ranks must call
-        this function."""
+        """Import DeepSpeed with its CPU accelerator, and initialize its communication on the default process group. All
+        ranks must call this function."""
         os.environ["DS_ACCELERATOR"] = "cpu"
         with quiet():
             import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -215,8 +216,8 @@ class ZeroRun(Run):
             model: The model to train.
             optimizer: The optimizer that updates the weights.
             config: DeepSpeed's configuration, which overrides the defaults of this function. By default, gradients are
-                not clipped, DeepSpeed prints practically no progress reports, and it accepts an optimizer that it does
-                not know.
+                not clipped, DeepSpeed prints practically no progress reports, and it accepts optimizers that it has not
+                been tested with.
         """
         fixed = {"steps_per_print": 10**9, "gradient_clipping": 0.0}
         fixed |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
@@ -227,13 +228,13 @@ class ZeroRun(Run):
 
     @staticmethod
     def whole_weight(param: Tensor) -> Tensor:
-        """Gather a copy of a whole fp32 weight at ZeRO stages 1 to 3. All ranks must call this function."""
+        """Gather a copy of a whole fp32 weight, for ZeRO stages 1 to 3. All ranks must call this function."""
         return _find("safe_get_full_fp32_param", param)
 
     @staticmethod
     def whole_momentum(param: Tensor) -> Tensor:
-        """Gather a copy of a parameter's whole momentum at ZeRO stages 1 to 3. All ranks must call this function, after
-        the first step."""
+        """Gather a copy of a parameter's whole momentum, for ZeRO stages 1 to 3. All ranks must call this function, and
+        only after the first step."""
         return _find("safe_get_full_optimizer_state", param, "exp_avg")
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
@@ -244,7 +245,7 @@ class ZeroRun(Run):
         return {name: p.detach().clone() if self._whole else self.whole_weight(p) for name, p in self._params.items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        state = self.optimizer.state  # at ZeRO stage 0, the keys of the optimizer state are the model's parameters
+        state = self.optimizer.state  # with ZeRO stage 0, the keys of the optimizer state are the model's parameters
         whole = self._whole
         return {n: state[p]["momentum_buffer"] if whole else self.whole_momentum(p) for n, p in self._params.items()}
 
@@ -256,5 +257,5 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     from deepspeed import utils
 
     found: Tensor = getattr(utils, function)(param, *key)
-    shape = getattr(param, "ds_shape", param.shape)  # at ZeRO stage 3, `param` is an empty placeholder
+    shape = getattr(param, "ds_shape", param.shape)  # with ZeRO stage 3, `param` is an empty placeholder
     return found.detach().clone().view(shape)

@@ -1,6 +1,6 @@
-"""Tables of sharding layouts and parameters for tests. Each entry of `LAYOUTS` describes one way in which PyTorch or a
-framework shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of matrices,
-many of them with shapes that do not divide evenly.
+"""Tables of the sharding layouts and the parameters that tests use. Each entry of `LAYOUTS` describes one way in which
+PyTorch or a framework shards parameters. `PARAMS` has parameters that contain one matrix, several blocks or a stack of
+matrices, many of them with shapes that do not divide evenly.
 
 The builder of a layout only makes sharded parameters. It calls functions of PyTorch (`fully_shard`,
 `distribute_tensor`) wherever they exist, so that tests can compare shardmuon's view of a layout with an independent
@@ -49,7 +49,7 @@ _Tensors = Mapping[str, Tensor]
 _Builder = Callable[[_Tensors, Ints], dict[str, Tensor]]
 
 
-_KIND = ["cpu"]  # device types set by nested `meshes_on` contexts; new meshes use the last entry
+_KIND = ["cpu"]  # stack of device types set by nested `meshes_on` contexts; new meshes use the last one
 
 
 @contextlib.contextmanager
@@ -74,10 +74,10 @@ class _LayoutCase:
         groups: Function that takes a mesh shape and returns the options of Muon that set process groups.
         exchanges: Number of all-to-all exchanges in a step. Most layouts need two: the first sends shards to the ranks
             that orthogonalize the matrices, and the second sends the results back. Layouts with replicas of shards need
-            a third exchange, which forwards the results to the replicas. Layouts in which no matrix is split between
+            a third exchange, which forwards the results to the replicas. Layouts that do not split any matrix between
             ranks need only one.
         plain_shards: True if parameters are plain tensors that are shards of larger tensors, which shardmuon's
-            checkpoints join. False for 1-D shards of flat buffers, which only the framework can save.
+            checkpoints save as whole tensors. False for 1-D shards of flat buffers, which only the framework can save.
     """
 
     name: str
@@ -95,7 +95,7 @@ class _LayoutCase:
         """Move full tensors to the device type of new meshes, shard the tensors, and return this rank's shards. All
         ranks of the default group must call this method."""
         tensors = {name: t.to(_KIND[-1]) for name, t in tensors.items()}
-        # Reuse an earlier result if possible, see [Note: cut once]. This is not possible for tensors of mixed dtypes,
+        # Reuse an earlier result if possible (see [Note: cut once]). This is not possible for tensors of mixed dtypes,
         # because a framework can shard each dtype in a separate buffer.
         kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
         if [(kind[0], *kind[3:]) for kind in kinds] != [(Tensor, False, True)]:
@@ -103,8 +103,9 @@ class _LayoutCase:
         return {name: _elements_of(tensors[name], built) for name, built in self.numbers(tensors, shape).items()}
 
     def numbers(self, tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
-        """Shard fp64 tensors whose shapes are those of `tensors` and whose elements are their own indices. Return this
-        rank's shards. All ranks of the default group must call this method."""
+        """Make fp64 tensors with the shapes of `tensors` in which the value of each element is the element's flat
+        index. Shard these tensors, and return this rank's shards. All ranks of the default group must call this method.
+        """
         key = (dist.group.WORLD, _KIND[-1], self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
         if key not in _CUT:
             places = {n: torch.arange(t.numel(), dtype=torch.float64, device=_KIND[-1]) for n, t in tensors.items()}
@@ -112,12 +113,12 @@ class _LayoutCase:
         return _CUT[key]
 
 
-_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of layout builders, see [Note: cut once]
+_CUT: dict[object, dict[str, Tensor]] = {}  # cached results of layout builders (see [Note: cut once])
 
 
 def _elements_of(full: Tensor, built: Tensor) -> Tensor:
-    """Make this rank's shard of `full`. The elements of `built` are the indices of the shard's elements in the
-    flattened `full`. The shard has the same shape, strides, placements and attributes as `built`."""
+    """Make this rank's shard of `full`. The values in `built` are the indices of the shard's elements in the flattened
+    `full`. The shard has the same shape, strides, placements and attributes as `built`."""
     numbers = built.to_local() if isinstance(built, DTensor) else built
     local = torch.empty_strided(numbers.shape, numbers.stride(), dtype=full.dtype, device=full.device)
     local.copy_(full.reshape(-1)[numbers.long()])
@@ -127,14 +128,15 @@ def _elements_of(full: Tensor, built: Tensor) -> Tensor:
 
 
 def parameters(tensors: _Tensors) -> dict[str, nn.Parameter]:
-    """Make parameters from the tensors that a layout built. Copy the attributes that describe how they are sharded."""
+    """Turn the tensors that a layout built into parameters, with copies of the attributes that describe how the tensors
+    are sharded."""
     made: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        # Don't call nn.Parameter for a DTensor: torch would trace each shape again, and could replace the mesh by an
+        # Don't call nn.Parameter for a DTensor: torch would trace each shape again, and could replace the mesh with an
         # equal mesh of a different layout from its cache.
         if isinstance(tensor, DTensor):
             made[name] = _placed(tensor.to_local().detach(), tensor).requires_grad_()
-            made[name]._is_param = True  # nn.Parameter would also set `_is_param`, but is not called for DTensors
+            made[name]._is_param = True  # nn.Parameter, which is not called for DTensors, would also set `_is_param`
         else:
             made[name] = nn.Parameter(tensor)
         vars(made[name]).update(vars(tensor))
@@ -153,8 +155,8 @@ def mesh_of(shape: Ints, purpose: str = "") -> DeviceMesh:
 
     Args:
         shape: Sizes of the axes.
-        purpose: Part of the key in the cache. Layouts that imitate Megatron-FSDP need separate meshes, because they set
-            an attribute on their meshes.
+        purpose: Part of the cache key. Layouts that imitate Megatron-FSDP need separate meshes, because they set an
+            attribute on their meshes.
     """
     return _mesh_of(dist.group.WORLD, _KIND[-1], shape, purpose)
 
@@ -174,12 +176,12 @@ def _fully_sharded(tensors: _Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def _placed_by(
-    # function that takes the index of a tensor and the tensor, and returns the tensor's placements
+    # function that takes a tensor's index and the tensor itself, and returns the tensor's placements
     places: Callable[[int, Tensor], Sequence[Placement]],
 ) -> _Builder:
     """Return a builder that shards each tensor as a DTensor with the placements that `places` returns. If the number of
-    placements differs from the number of mesh axes, the tensor's mesh has a single axis with all ranks. If `places`
-    returns no placements for a tensor, the result is a plain tensor."""
+    placements differs from the number of mesh axes, the tensor gets a mesh with a single axis over all ranks. If
+    `places` returns no placements for a tensor, the result is a plain tensor."""
 
     def build(tensors: _Tensors, shape: Ints) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
@@ -193,8 +195,8 @@ def _placed_by(
 
 
 def _in_turn(index: int, tensor: Tensor) -> list[Placement]:
-    """Return the placement of a tensor-parallel tensor. Tensors with even indices are sharded by rows, tensors with odd
-    indices by columns."""
+    """Return the placement of a tensor-parallel tensor. Tensors with even indices are sharded by rows, and tensors with
+    odd indices are sharded by columns."""
     return [Shard(index % 2 + tensor.ndim - 2)]
 
 
@@ -245,10 +247,10 @@ def _shard_like_megatron(
     *,
     # True if the rows are sharded over two mesh axes: the first axis (outer) and another axis (inner)
     hybrid: bool = False,
-    # True if the last mesh axis shards tensors with even indices by rows, and others by columns
+    # True if the last mesh axis shards tensors with even indices by rows and all other tensors by columns
     tensor_parallel: bool = False,
 ) -> dict[str, Tensor]:
-    """Shard full tensors by rows as in Megatron-FSDP v1, and return DTensors. Ranks do not communicate."""
+    """Shard full tensors by rows like Megatron-FSDP v1, without communication, and return DTensors."""
     at = list(mesh.get_coordinate() or ())
     num_parts, part = (mesh.size(mesh.ndim - 1), at.pop()) if tensor_parallel else (1, 0)
     # Megatron-FSDP splits over the inner mesh axis first. So shard i * num_outer + o belongs to the rank at coordinate
@@ -272,10 +274,10 @@ def _shard_like_megatron(
 
 
 def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Split a buffer into equal parts, and return the range of a tensor's elements that is in one of the parts.
+    """Split a buffer into equal parts, and return the range of a tensor's elements that one of the parts contains.
 
     Args:
-        before: One less than the number of elements before the tensor. The buffer has 2 elements after the tensor.
+        before: The buffer has `before` + 1 elements before the tensor, and 2 elements after it.
         size: Number of elements of the tensor.
         num_parts: Number of parts.
         part: Index of the part.
@@ -286,14 +288,15 @@ def _in_buffer(before: int, size: int, num_parts: int, part: int) -> tuple[int, 
 
 
 def _megatron(purpose: str, **how: Any) -> _Builder:
-    """Return a builder that calls `_shard_like_megatron` with the options `how`. Builders with the same `purpose` share
-    meshes."""
+    """Return a builder that calls `_shard_like_megatron` with the options in `how`. Builders with the same `purpose`
+    share their meshes."""
     return lambda tensors, shape: _shard_like_megatron(tensors, mesh_of(shape, purpose=purpose), **how)
 
 
 def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
     """Make one of `parts` tensor-parallel shards of a tensor along `dim`, with the attributes that Megatron and
-    TransformerEngine set on their shards. The tensor consists of `stride` blocks, and the shard has a part of each."""
+    TransformerEngine set on their shards. The tensor consists of `stride` blocks, and the shard contains a part of each
+    block."""
     blocks = [_chunk(block, parts)[part] for block in full.transpose(0, dim).chunk(stride)]
     shard = torch.cat(blocks).transpose(0, dim).contiguous()
     vars(shard).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
@@ -301,8 +304,8 @@ def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tenso
 
 
 def _tp_plain(tensors: _Tensors, shape: Ints, dims: Ints, stride: int = 1) -> dict[str, Tensor]:
-    """Make tensor-parallel shards that are plain tensors. Successive tensors use successive entries of `dims`, which
-    repeat: 0 splits the rows of each matrix, 1 splits the columns, and -1 leaves the tensor whole."""
+    """Make tensor-parallel shards that are plain tensors. The tensors cycle through the entries of `dims`: 0 splits the
+    rows of each matrix, 1 splits the columns, and -1 leaves the tensor whole."""
     out = {}
     part = dist.get_rank() % shape[-1]
     for i, (name, full) in enumerate(tensors.items()):
@@ -345,8 +348,9 @@ def _flat_buffer(tensors: _Tensors, shape: Ints, parallel: bool) -> dict[str, Te
 
 
 def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
-    """Choose how tensor parallelism splits the tensor number `index`: by rows, by columns, or by rows with stride 2.
-    Return None if the tensor does not divide evenly, or if it is not 2-D and the choice is to split its columns."""
+    """Choose by the tensor's index how tensor parallelism splits the tensor: by rows, by columns, or by rows with
+    stride 2. Return None if the tensor does not divide evenly, or if a tensor that is not 2-D would be split by
+    columns."""
     dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
     fits = full.ndim == 2 or dim == 0
     return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None
@@ -383,7 +387,8 @@ LAYOUTS: dict[str, _LayoutCase] = {
         _LayoutCase("lone strided", _flat, _lone_strided),
         _LayoutCase("hsdp+tp", lambda n: (2, n // 4, 2) if n % 4 == 0 else (1, *_square(n)), _fsdp2_tp, exchanges=3),
         _LayoutCase("ep", _flat, _placed_by(lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()]), exchanges=1),
-        # Stacks are sharded by expert and by rows, each over one mesh axis. Other tensors are sharded over all ranks.
+        # Stacks of experts are sharded by rows over one mesh axis and by expert over the other. Other tensors are
+        # sharded over all ranks.
         _LayoutCase("ep+fsdp", _square, _placed_by(lambda i, t: [Shard(1), Shard(0)] if t.ndim == 3 else [Shard(0)])),
         _LayoutCase("mixed meshes", _square, _placed_by(lambda i, t: _MIXED[i % len(_MIXED)])),
         _LayoutCase("megatron-fsdp", _flat, _megatron("fsdp")),
@@ -438,7 +443,7 @@ class ParamCase:
 
     @staticmethod
     def groups(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase]) -> list[dict[str, Any]]:
-        """Make parameter groups for Muon, with the options of the parameters' cases. Parameters whose cases have equal
+        """Make parameter groups for Muon from the options in each parameter's `ParamCase`. Parameters with equal
         options share a group."""
         table: dict[str, dict[str, Any]] = {}
         for name, param in params.items():

@@ -1,4 +1,4 @@
-"""A pool of persistent ranks: processes in one process group, which start once and run many functions.
+"""A pool of persistent ranks: processes in one process group that start once and run many functions.
 
 The pool does not depend on optimizers or layouts. A *rank* is one process of the pool. The *parent* is the process
 that uses the pool. A *call* runs one function on every rank. Each rank replies to the call with a result or an
@@ -8,7 +8,7 @@ exception. If a rank hangs or dies instead, the pool kills all ranks.
     One pipe connects each rank to the parent. A separate thread of the rank reads from this pipe and passes calls to
     the rank's main thread. If the thread receives an empty message, it replies with the stack of the main thread, so
     that the parent can show where the rank hangs. If the parent ends, the thread reads an end of file from the pipe and
-    ends the rank at once, even inside a collective. Only the parent has time-outs. When a time-out expires, the parent
+    ends the rank at once, even inside a collective. Only the parent has timeouts. When a timeout expires, the parent
     kills all ranks.
 
 [Note: one gloo device]
@@ -58,7 +58,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Rank = tuple[BaseProcess, Connection]  # the process of a rank, and the parent's end of the pipe to this process
 
-_PRELOADED = [  # modules that the fork server imports; it skips modules that are not installed
+_PRELOADED = [  # modules that the fork server imports if they are installed
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -69,10 +69,11 @@ _PRELOADED = [  # modules that the fork server imports; it skips modules that ar
     "pytest",
     "hypothesis",
 ]
-# After one rank fails, the pool waits this many seconds for failures of other ranks, so that the error names them all.
+# After one rank fails, the pool waits this many seconds for other ranks to fail too, so that the error names all failed
+# ranks.
 _GRACE = 5.0
-# If any rank has more open files than this number, the pool restarts its ranks. torch closes the files of a process
-# group, and stops the 2 threads of the group, only when the process ends.
+# If any rank has more open files than this number, the pool restarts its ranks. torch does not close the files of a
+# process group or stop the group's 2 threads until the process ends.
 _MAX_OPEN_FILES = 400
 
 
@@ -85,7 +86,7 @@ class RankException:
         rank: The rank that failed.
         type_name: Name of the exception's class; "TimeoutError" for a hang, "ChildProcessError" for a dead rank.
         message: Message of the exception, or a description of the hang or death.
-        traceback: Traceback of the exception. For a hang, the rank's stack when the time-out expired; for a dead rank,
+        traceback: Traceback of the exception. For a hang, the rank's stack when the timeout expired; for a dead rank,
             an empty string.
         returned: True if the rank raised an exception. False if the rank hung or died.
     """
@@ -117,10 +118,10 @@ class RankError(RuntimeError):
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """A pool of `world_size` processes in one process group, which run functions until the pool is closed.
 
-    The ranks start at the first call. If a failure, a time-out or `close()` ends the ranks, the next call starts new
-    ranks. State that a function leaves on a rank, such as process groups and globals, can speed up later calls. But
-    functions must not rely on this state, because the pool can restart its ranks between any two calls. For example,
-    the pool restarts ranks that have too many open files.
+    The ranks start at the first call. If a failure, a timeout or `close()` ends the ranks, the next call starts new
+    ranks. State that a function leaves on a rank, such as process groups and globals, can speed up later calls, but
+    functions must not rely on it, because the pool can restart its ranks between any two calls. For example, the pool
+    restarts ranks that have too many open files.
 
     Every call starts with `torch.manual_seed(0)` and the parent's current warning filters. So random numbers do not
     depend on earlier calls, and Python's option `-W error` takes effect on the ranks. Ranks have the environment
@@ -171,7 +172,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         a rank, the result of this rank is a RankException, and the ranks stay alive.
 
         Tests can use this method to check that every rank raises an exception and that no rank hangs. If `fn` raises an
-        exception on one rank, the call still waits for the other ranks until the pool's time-out expires. Later calls
+        exception on one rank, the call still waits for the other ranks until the pool's timeout expires. Later calls
         can use the process group, unless exceptions left a collective unfinished on some ranks.
 
         Raises:
@@ -334,7 +335,7 @@ def _rank_main(rank: int, world_size: int, backend: str, port: int, pipe: Connec
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock, main_thread: int) -> None:
-    # This function runs in a separate thread of a rank, see [Note: what the parent waits for].
+    # This function runs in a separate thread of a rank (see [Note: what the parent waits for]).
     try:
         while True:
             call = pipe.recv_bytes()
@@ -345,13 +346,13 @@ def _listen(pipe: Connection, calls: SimpleQueue[bytes], sending: threading.Lock
             with sending:
                 pipe.send_bytes(f"Stack (most recent call last):\n{stack}".encode())
     finally:  # this block runs when the parent has ended or closed the pipe
-        os._exit(0)  # don't let Python's teardown wait for threads of gloo
+        os._exit(0)  # don't let the interpreter's shutdown wait for gloo's threads
 
 
 def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        # let gloo use the loopback interface; by default, it looks up the host name, which can fail
+        # let gloo use the loopback interface, because its default, to look up the host name, can fail
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "nccl" in backend:
         torch.cuda.set_device(rank)
@@ -362,7 +363,7 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
 
 
 def _share_gloo_device() -> None:
-    # Let all gloo groups of this rank share one device, see [Note: one gloo device].
+    # Let all gloo groups of this rank share one device (see [Note: one gloo device]).
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
@@ -392,7 +393,7 @@ def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
     this rank. `pickle` copies tensors, whereas torch.multiprocessing would put them in shared memory."""
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
-    except BaseException as error:  # SystemExit and the exceptions of pytest must not end the rank
+    except BaseException as error:  # also catch SystemExit and pytest's exceptions, which must not end the rank
         failed = RankException(rank, type(error).__name__, str(error), traceback.format_exc())
         return pickle.dumps((failed, _num_open_files()))
     finally:

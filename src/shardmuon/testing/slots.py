@@ -12,7 +12,7 @@ from shardmuon.orthogonalize import Products, batch_size, empty_batch, orthogona
 from shardmuon.orthogonalize.schedules import schedule
 
 # Shapes for which libraries often choose special kernels: matrices with fewer rows than a vector register has elements,
-# with one row more or less than a power of two, or with few rows and many columns.
+# with one row more or less than a power of two, or with few rows but many columns.
 _SHAPES = (
     *((1, 1), (1, 5), (2, 3), (3, 7), (5, 3), (7, 9), (8, 16), (9, 12), (10, 27), (16, 16), (16, 32), (17, 33)),
     *((1, 1025), (3, 1000), (5, 257), (257, 5), (31, 100), (33, 17), (40, 90), (63, 65), (64, 64), (64, 160)),
@@ -60,8 +60,8 @@ def _comparisons(
     draws: int,
     generator: torch.Generator,
 ) -> Iterator[bool]:
-    """Compare the results for a matrix at several positions in a batch with the results for this matrix at the first
-    position. Yield one bool for each pair of results: True if the bits are equal."""
+    """Compare the results for a matrix at several positions in a batch with the results for the same matrix at the
+    first position. Yield one bool for each pair of results, which is True if the bits are equal."""
     products = Products(shape, device, dtype)
     steps = schedule("keller").triples
     for draw in range(draws):
@@ -72,8 +72,8 @@ def _comparisons(
             batch = others.clone()
             batch[slot] = matrix
             batch = batch.to(device)
-            # `given` is a smaller batch, which `orthogonalize` pads with zeros. In odd draws, `given` also
-            # contains the matrix in the next slot.
+            # `given` is a smaller batch, which `orthogonalize` pads with zeros. Odd-numbered draws also put the matrix
+            # of the next slot into `given`.
             given = batch[slot : slot + 1 + draw % 2]
             whole, among = (orthogonalize(t, steps, method=method, dtype=dtype) for t in (given, batch))
             results = [*(part[slot] for part in _products_of(batch, products)), whole[0], among[slot]]
@@ -83,7 +83,7 @@ def _comparisons(
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     """Compute the matrix products of one Newton-Schulz step for all matrices in a batch. The last product is computed
-    twice: once alone, and once with a matrix added to the product."""
+    twice, without and with the addition of a matrix."""
     y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
