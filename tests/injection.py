@@ -1,8 +1,9 @@
 """Functions that find every function of the package that runs before a collective, and raise an exception in one of
 them at a time.
 
-A profile function is called at every call, including calls of lambdas, properties and generators. If it raises an
-exception, the exception appears to come from the called function, before its first line.
+A trace function sees every call, including calls of lambdas, properties and generators. If it raises an exception,
+the exception appears in the called function, before the first line. A profile function would also be called at every
+return and at every call of a C function, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Place(NamedTuple):
     name: str
 
     @classmethod
-    @functools.cache  # `Place.of` is cached, because the profile function of `places` calls it at every function call.
+    @functools.cache  # `Place.of` is cached, because the trace function of `places` calls it at every function call.
     def of(cls, code: CodeType) -> Place | None:
         if not code.co_filename.startswith((ROOT, SATELLITES)):
             return None
@@ -144,11 +145,11 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
         elif state["begun"] and not place.carries_the_word:
             found.append((place, state["collectives"]))
 
-    sys.setprofile(watch)
+    sys.settrace(watch)
     try:
         call()
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     all_of_them = last in (None, "<end>")
     before_last = [place for place, count in found if all_of_them or count < state["collectives"]]
     return list(dict.fromkeys(before_last))
@@ -174,15 +175,15 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
-                sys.setprofile(None)  # `error` is raised only once, so profiling is no longer needed.
+                sys.settrace(None)  # `error` is raised only once, so tracing ends.
                 raise error
 
     if place is not None:
-        sys.setprofile(watch)
+        sys.settrace(watch)
     try:
         yield state
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
 
 
 # ------------------------------------------------------------------------------------------------- all ranks
