@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from simulated import SHARING, by_rates
+from simulated import SHARING, by_rates, quick_plans
 from torch import Tensor
 
 from shardmuon import Muon
@@ -104,6 +104,7 @@ def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
     return RankPool.cached(world).run(_comparisons, layout)
 
 
+@quick_plans()
 def _comparisons(layout: str) -> dict[str, Comparison]:
     """Compare a layout with a single-process run, and with torch.optim.Muon in fp32 on 4 ranks and in bf16 on 2 ranks.
 

@@ -20,6 +20,7 @@ from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, ParamLayout, Piece
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.options import MuonConfig, Settings
+from shardmuon.plan import planner
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec
 from shardmuon.plan.planner import make_plan
 from shardmuon.plan.program import Program
@@ -48,7 +49,13 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
     return nullcontext() if machine is None else mock.patch.object(Machine, "slowest", return_value=machine)
 
 
-# With the rates of PAIRS, each replica of these layouts orthogonalizes all matrices itself.
+def quick_plans() -> Any:
+    """Return a decorator and context in which plans try few numbers of buckets. With all numbers, the choice of buckets
+    takes more time than the other parts of a small job's first step."""
+    return mock.patch.object(planner, "_NUMS", (1, 4))
+
+
+# In these layouts, each replica orthogonalizes all matrices itself on the machine PAIRS.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 

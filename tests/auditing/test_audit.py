@@ -28,6 +28,7 @@ from planted import (
     step_of,
     updates,
 )
+from simulated import quick_plans
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from variant_cases import CASES, LATER
@@ -56,6 +57,7 @@ def _next_step(optimizer: Muon) -> AuditReport:
     return step_of(optimizer)
 
 
+@quick_plans()
 def sound(layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> AuditReport:
     """Assert that a step on the layout `layout` matches a single-process run bitwise, and return the audit report of
     the next step."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import CPU
+from simulated import CPU, quick_plans
 from tolerances import assert_rounded, roundoff
 from torch import Tensor, nn
 
@@ -185,6 +185,7 @@ STORED = [
 ]
 
 
+@quick_plans()
 def _compared(layout: str, table: str, storage: dict[str, Any]) -> tuple[bool, float, str]:
     cases = {"blocked": BLOCKED, "conv": KERNEL, "plain": PARAMS}[table]
     found = Comparison.with_dense(layout, table=cases, dtype=BF16, lr=0.02, steps=2, **storage)

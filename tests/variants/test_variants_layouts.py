@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from simulated import quick_plans
 from variant_cases import LATER, TOGETHER
 
 from shardmuon import Muon
@@ -17,6 +18,7 @@ from shardmuon.testing.layouts import LAYOUTS, ParamCase
 from shardmuon.testing.pool import RankPool
 
 
+@quick_plans()
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
     """Compare two steps (three on 3 ranks) with a single-process run. The first step creates state, and the later steps
     use it."""
