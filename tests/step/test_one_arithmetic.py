@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import one_arithmetic
 import pytest
 from one_arithmetic import CASES, stepped_alone
+from simulated import quick_plans
 
 from shardmuon.testing.compare import Comparison
 from shardmuon.testing.pool import RankPool
@@ -54,9 +55,14 @@ KINDS = (
 FEW = ((2, "fsdp2"), (2, "tp x dp"), (3, "fsdp2"), (3, "tp column"), (3, "megatron-fsdp"))
 
 
+@quick_plans()
+def _compared(layout: str) -> Comparison:
+    return Comparison.with_dense(layout, lr=0.02, steps=2, table=CASES)
+
+
 def _assert_bitwise(pool: RankPool, layout: str) -> None:
     """Assert that two steps on a layout match a single-process run bitwise on every rank."""
-    assert all(one.bitwise for one in pool.run(Comparison.with_dense, layout, lr=0.02, steps=2, table=CASES))
+    assert all(one.bitwise for one in pool.run(_compared, layout))
 
 
 @pytest.mark.parametrize(
