@@ -1,9 +1,9 @@
 """Functions that find every function of the package that runs before a collective, and raise an exception in one of
 them at a time.
 
-A trace function sees every call, including calls of lambdas, properties and generators. If it raises an exception,
-the exception appears in the called function, before the first line. A profile function would also be called at every
-return and at every call of a C function, which takes several times as long.
+A trace function is called at every call, including calls of lambdas, properties and generators. If it raises an
+exception, the exception appears to come from the called function, before its first line. A profile function would also
+be called at every return and at every call of a C function, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
-                sys.settrace(None)  # `error` is raised only once, so tracing ends.
+                sys.settrace(None)  # `error` is raised only once, so tracing is no longer needed.
                 raise error
 
     if place is not None:

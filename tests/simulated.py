@@ -50,12 +50,12 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
 
 
 def quick_plans() -> Any:
-    """Return a decorator and context in which plans try few numbers of buckets. With all numbers, the choice of buckets
-    takes more time than the other parts of a small job's first step."""
+    """Return a decorator, also usable as a context manager, in which the planner tries only two numbers of buckets. If it
+    tries all of them, planning takes longer than the rest of a small job's first step."""
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
 
-# In these layouts, each replica orthogonalizes all matrices itself on the machine PAIRS.
+# With the rates of PAIRS, each replica of these layouts orthogonalizes all matrices itself.
 REPLICATED = ("hsdp 2x2", "hsdp 4x1", "hsdp crossed")
 
 
