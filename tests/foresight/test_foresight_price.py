@@ -1,5 +1,5 @@
-"""Tests of predicted step times: the tables of measurements from which times are interpolated, the hardware files, and
-the intervals of the predictions."""
+"""Tests of predicted step times: the measurement tables from which times are interpolated, the hardware files, and the
+prediction intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """Return a table of a hardware file. `rows` maps an aspect ratio to rows (size, low, middle, high)."""
+    """Return a table as stored in a hardware file. `rows` maps each aspect ratio to its rows (size, low, middle,
+    high)."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
 
@@ -76,8 +77,8 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # Every hardware file has numbers that were derived or taken from second-hand sources, and these must be marked as
-    # not verified.
+    # Every hardware file contains numbers that were derived or taken from second-hand sources. These numbers must be
+    # marked as unverified.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
@@ -132,8 +133,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """A partly filled batch is padded with zeros, so it must take the time of a full batch. A batch of tiny matrices
-    must take the launch latency of its kernels."""
+    """A partly filled batch is padded with zeros, so its predicted time must be that of a full batch. The predicted
+    time of a batch of tiny matrices must be the launch latency of its kernels."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
@@ -181,7 +182,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    # Beyond the largest measured number of ranks, the slowdown grows in proportion to the number of ranks.
+    # Beyond the largest number of ranks measured, the slowdown is assumed to grow in proportion to the number of ranks.
     assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
@@ -236,7 +237,7 @@ def _exactly(value: float) -> Any:
 
 
 def _machine(certain: bool = False) -> Hardware:
-    """Return the hardware numbers of a machine with round values: 1e14 FLOP/s, and 1e12, 1e11 and 1e10 bytes/s for
+    """Return the hardware numbers of a machine with round numbers: 1e14 FLOP/s, and 1e12, 1e11 and 1e10 bytes/s for
     memory, links and NICs."""
     share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {
@@ -275,7 +276,7 @@ def _but(without: str, given: dict[str, Any]) -> Hardware:
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the counts of a job in which four ranks share eight matrices of `rows` x 4096 and a vector of 4,000
+    """Return the exact counts for a job in which four ranks share eight matrices of `rows` x 4096 and a vector of 4,000
     elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))

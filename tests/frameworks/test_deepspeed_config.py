@@ -1,4 +1,4 @@
-"""Tests that unsupported DeepSpeed versions and settings are refused before anything is partitioned."""
+"""Tests that unsupported DeepSpeed versions and settings raise an error before any parameter is partitioned."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def job(
 
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps and compare each with the dense optimizer. Returns the number of matrices orthogonalized on
-    this rank, the rank sets of its plans, and a description of the shards that Megatron reports."""
+    """Train three steps and compare each with the dense optimizer. Return the number of matrices orthogonalized on this
+    rank, the rank sets of its plans, and a description of the shards that Megatron reports."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -257,8 +257,8 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """All ranks must refuse an override that matches no parameter of any stage, and an override that raises an
-    exception on one stage."""
+    """All ranks must raise an error for an override that matches no parameter of any stage, and for an override that
+    raises an exception on one stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -344,7 +344,8 @@ def _write(made: Job, kind: str, path: pathlib.Path) -> None:
 
 
 def _read(made: Job, kind: str, path: pathlib.Path) -> None:
-    # After loading, the next step copies the fp32 main weights to the model, so the model's weights need not be loaded.
+    # After loading, the next step copies the fp32 main weights to the model, so there is no need to load the model's
+    # own weights.
     if kind == "torch":
         made.optimizer.load_state_dict(torch.load(path / "torch0"))
         made.optimizer.load_parameter_state(str(path / "parameters"))
@@ -363,7 +364,7 @@ Whole = dict[str, Tensor]
 def _save(
     folder: pathlib.Path, kinds: list[str], sizes: dict[str, int], distributed: bool, muon: dict[str, Any]
 ) -> Whole:
-    """Train two steps, write a checkpoint in every format, and train a third step. Returns the full weights."""
+    """Train two steps, write a checkpoint in every format, and train a third step. Return the full weights."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon)
         for step in range(2):

@@ -1,5 +1,5 @@
-"""Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and refused steps that must change
-nothing.
+"""Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and steps that raise an error and
+must change nothing.
 
 The real megatron-fsdp package (0.6.1) builds the layouts on CPUs, with a stand-in for torch.cuda. The reference is
 shardmuon in a single process with the full gradients.
@@ -57,8 +57,8 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """Two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which Megatron-FSDP
-    recognizes experts."""
+    """A model of two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which
+    Megatron-FSDP recognizes experts."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _wrapped(form: str, model: nn.Module) -> Any:
-    """Wrap the model. `form` is EXPERTS, TENSOR_PARALLEL or a ZeRO strategy. The strategy may be preceded by "hybrid"
-    (outer replicas) or by "hybrid shard" (optimizer state is also sharded over the outer replicas)."""
+    """Wrap the model. `form` is EXPERTS, TENSOR_PARALLEL or the name of a ZeRO strategy, which may be prefixed with
+    "hybrid" (outer replicas) or "hybrid shard" (optimizer state is also sharded over the outer replicas)."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split() if form not in (TENSOR_PARALLEL, EXPERTS) else ["optim_grads_params"]
@@ -133,8 +133,8 @@ def _wrapped(form: str, model: nn.Module) -> Any:
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and the reference: the same model in a single process, with
-    this rank's experts."""
+    """A model wrapped by Megatron-FSDP with its optimizer, and the reference for both: the same model in a single
+    process, with this rank's experts."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -185,8 +185,8 @@ class Job:
         self.model.finish_grad_sync()
 
     def step(self, seed: int, missing: tuple[str, ...] = ()) -> None:
-        """Take a step with the Megatron-FSDP optimizer and with the reference. The parameters in `missing` have no
-        gradient."""
+        """Take a step with the Megatron-FSDP optimizer and one with the reference optimizer. The parameters in
+        `missing` have no gradient."""
         self.backward(seed)
         of_sources = {source: self.gradients(seed, source) for source in self.sources}
         params = self.params()
@@ -207,8 +207,8 @@ class Job:
         self.dense.step()
 
     def check(self) -> set[str]:
-        """Assert that this rank's weights and state match the single-process reference bitwise. Returns the names of
-        the parameters of which this rank stores elements."""
+        """Assert that this rank's weights and state match the single-process reference bitwise. Return the names of the
+        parameters of which this rank stores elements."""
         params = self.params()
         for name, q in self.dense_model.named_parameters():
             p, kept = params[name], self.dense.state[q]
@@ -235,8 +235,8 @@ class Job:
 
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Train a few steps and check the result of each. Returns the names of the parameters of which this rank stores
-    elements, and two rank sets: the ranks that share the first unit's matrix, and those that share the mixer."""
+    """Train a few steps and check the result of each. Return the names of the parameters of which this rank stores
+    elements, and two sets of ranks: those that share the first unit's matrix and those that share the mixer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -329,7 +329,8 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """Plant each fault in turn. The refused step must change neither weights nor state. Returns the error messages."""
+    """Plant each fault in turn. The step must raise an error and must change neither weights nor state. Return the
+    error messages."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)

@@ -2,7 +2,7 @@
 that each option is combined with many layouts.
 
 The layouts come from the source tree under test (`shardmuon.testing`), so two trees can only be compared if they build
-layouts alike.
+the layouts in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardmuon.testing.layouts import LAYOUTS
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of the golden rows: its global shape and its parameter group's options."""
+    """A parameter in the golden rows: its global shape and its parameter group's options."""
 
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -136,15 +136,16 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-# FSDP1 runs its own backward pass, which leaves no gradient out, so FSDP1 rows use only "all gradients".
+# FSDP1 runs its own backward pass, which computes every gradient, so FSDP1 rows use only "all gradients".
 FSDP1 = "fsdp1"
-# On a single rank, the layouts in ALONE still differ from "single", so they are tested on a single rank as well.
+# On a single rank, the layouts in ALONE still run different code from the layout "single", so they are tested there as
+# well.
 ALONE = ("ddp", "fsdp2")
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
 
 
 class Row(NamedTuple):
-    """One golden row. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
+    """One row of the golden table. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
 
     layout: str
     options: str

@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the gradients, their norm and the clipped gradients of a single process for each norm order. These values
-    are the reference for every layout."""
+    """Return the reference for every layout: for each norm order, the gradients in a single process, their norm, and
+    the clipped gradients."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -71,7 +71,7 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """Compare norms and clipped gradients with a single-process run. Returns a message for each dtype and norm order
+    """Compare norms and clipped gradients with a single-process run. Return a message for each dtype and norm order
     that differs."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
@@ -121,8 +121,8 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
-        # shardmuon rounds norm + 1e-6, the quotient, the product and the cast to the gradient's dtype. torch only
-        # rounds the cast.
+        # shardmuon rounds four times: norm + 1e-6, the quotient, the product, and the cast to the gradient's dtype.
+        # torch rounds only the cast.
         assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
@@ -171,8 +171,8 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # Roundings occur when both values are scaled and squared, when the squares are added, and when the square root is
-    # scaled back.
+    # Rounding occurs when the two values are scaled and squared, when the squares are added, and when the square root
+    # is scaled back.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
@@ -217,7 +217,7 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which jobs are created."""
+    """Parameters and gradients on the four ranks of a 2 x 2 mesh. Jobs are created from them."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -400,8 +400,8 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# Changes that some ranks make to the arguments of a call. With "nothing" and "other tensors", the call must still
-# succeed.
+# Changes that some ranks make to the arguments of a call. After the changes "nothing" and "other tensors", the call
+# must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
@@ -452,7 +452,7 @@ def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool
 
 
 def _gone() -> bool:
-    """Clip the gradients of two parameters, and delete the parameters. Returns whether the parameters and the objects
+    """Clip the gradients of two parameters, and delete the parameters. Return whether the parameters and the objects
     cached for them are freed."""
     params = [_sharded(normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)

@@ -42,8 +42,8 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
 
 
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
-    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of those
-    layouts that span all ranks."""
+    """Return the names of the parameters whose layout does not describe what this rank stores, and the digests of all
+    layouts that span every rank."""
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
     listed = _listed(parameters(case.build(full, case.mesh(world))), case.options(world))
@@ -128,8 +128,8 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must find its whole
-    grid, although each rank reports only the two groups that it belongs to."""
+    """In 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must reconstruct its
+    whole grid, although each rank reports only the two groups that it belongs to."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}

@@ -1,4 +1,4 @@
-"""Tests of flat shards: which part of a matrix each range covers, and which inconsistent ranges are refused."""
+"""Tests of flat shards: which part of a matrix each range covers, and which inconsistent ranges raise errors."""
 
 from __future__ import annotations
 

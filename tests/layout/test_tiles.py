@@ -1,5 +1,5 @@
-"""Tests of views, pieces and tiles. Random tensors are partitioned at random, and are interpreted as matrices in all
-supported ways."""
+"""Tests of views, pieces and tiles. Random tensors are partitioned at random and viewed as matrices in all supported
+ways."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and printed in the plan, and
-tests of precision flags, wire dtypes and non-finite results."""
+"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and is printed in the plan.
+Other tests check precision flags, wire dtypes and non-finite results."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """Step a matrix that is replicated on two ranks which differ: with the method "auto", the second rank reports a
-    different machine, and with any other method, it sets a different precision flag. Returns the plan's text, and
-    whether the step left the weight unchanged."""
+    """Take a step on a matrix that is replicated on two ranks with different settings. With the method "auto", the
+    second rank reports a different machine; with any other method, it sets a different precision flag. Return the
+    plan's text, and whether the step left the weight unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()

@@ -56,7 +56,7 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
     assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
-# The Gram form in bf16 is missing, because it is refused (see test_gram.py).
+# The Gram form in bf16 is missing, because it is not supported (see test_gram.py).
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 
@@ -64,8 +64,8 @@ PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard",
 @_where(SPECTRA_AND_RANK_1)
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
     """Rounding errors are largest in the null space of low-rank matrices, where noise is orthogonalized as well. In a
-    rank-1 matrix, the only singular value is 1 after normalization, and it must keep its sign, which some published
-    schedules flip.
+    rank-1 matrix, the only nonzero singular value is 1 after normalization. It must keep its sign, although some
+    published schedules flip signs.
 
     Each case runs two combinations of method and dtype, so that every combination runs on every spectrum and every
     schedule at least twice.

@@ -87,7 +87,7 @@ def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor,
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts.
+# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero. Restarts must not be delayed by this.
 FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 

@@ -1,5 +1,5 @@
-"""Tests of the orthogonalizers: their results must match torch's, and the schedule's polynomial applied to the singular
-values."""
+"""Tests of the orthogonalizers: their results must match those of torch, and the singular values must be those computed
+with the schedule's polynomial."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
-# Each row gives the upper limit and the current value of the estimated time of an optimizer step on H100s without
-# AdamW's part, in percent of the time of a training step with 4 M tokens.
+# Each row gives the upper limit and the current value of the estimated optimizer step time on H100s, excluding AdamW,
+# in percent of the time of a training step with 4 M tokens.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -62,7 +62,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Return specs of the parameters of a random decoder on a random mesh, and the number of shards per replica."""
+    """Return the specs of all parameters in a random decoder on a random mesh, and the number of shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -168,8 +168,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner estimates the time of communicated matrices only, without the vote and the constant costs of a step.
-    For a plan in which all matrices are communicated, this estimate must be near the interval that `Price` reports."""
+    """The planner's own time estimate covers only communicated matrices, without the vote and the constant costs of a
+    step. For a plan in which all matrices are communicated, this estimate must be close to the interval that `Price`
+    reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)

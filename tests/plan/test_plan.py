@@ -1,5 +1,5 @@
-"""Tests that the work is balanced over owners, that plans are equal on all ranks, and that planning for a thousand
-ranks is fast."""
+"""Tests that work is balanced across owners, that all ranks compute equal plans, and that planning for a thousand ranks
+is fast."""
 
 from __future__ import annotations
 

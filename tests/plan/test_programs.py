@@ -99,9 +99,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """Post-processing stages (NorMuon, ..) keep state for 8 matrices on 2 x 2 ranks. A rank must still send all results
-    that it relays in one block, and receive relayed results in one block. Gradients, and results without state, are
-    exchanged only within a replica."""
+    """Post-processing stages (NorMuon, ..) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, a rank must send all
+    the results that it relays as one block, and must receive relayed results as one block. Gradients, and results
+    without state, are exchanged only within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -135,8 +135,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size allows two
-    large matrices per owner and bucket. Within each bucket, all owners must have equal work."""
+    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size allows each
+    owner two large matrices per bucket. Within each bucket, all owners must have equal work."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -180,8 +180,8 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
 
 
 def _num_filled(line: Sequence[Item], most: int) -> int:
-    """Return the number of shares that are needed if the items of `line` are put into shares in order, with at most
-    `most` elements per share."""
+    """Return how many shares (groups of at most `most` elements) are needed to hold the items of `line` if they are
+    assigned in order."""
     num, left = 0, 0
     for item in line:
         num, left = (num + 1, most) if not num or item.numel > left else (num, left)

@@ -27,8 +27,8 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-# The rank sets that store one weight. All ranks of a set share the weight, and a rank in none of the sets has a weight
-# of its own.
+# `Sets` lists the sets of ranks that store one weight. All ranks in a set share the weight, and a rank in none of the
+# sets has a weight of its own.
 Sets = list[tuple[int, ...]]
 Family = dict[str, Sets]  # The keys are names of weights, which end with the index of their layer.
 
@@ -51,7 +51,7 @@ def _own(sets: Sets) -> tuple[int, ...]:
 
 
 def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
-    """Return the largest logits in one rank's batches. On ranks 1 and 2, the logit of one head is NaN."""
+    """Return the largest logit of each head over one rank's batches. On ranks 1 and 2, the logit of one head is NaN."""
     found = {name: normal(4, seed=1000 * seed + 10 * rank + int(name)).abs() for name in layers}
     for maxima in found.values() if rank in (1, 2) else ():
         maxima[rank] = math.nan
@@ -80,8 +80,8 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maxima over ranks and return the scaler. If there is no scaler yet, or if `changes` contains
-        arguments for one, a new scaler is created first."""
+        """Reduce the maximum logits over ranks and return the scaler. If there is no scaler yet, or if `changes`
+        contains constructor arguments for a scaler, a new one is created first."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with Refused.made_public():
@@ -102,8 +102,8 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Clip twice. Returns the names of the weights that differ from the expected ones, which are scaled by the rule for
-    the maxima over all connected ranks."""
+    """Clip twice. Return the names of the weights that differ from the expected ones, which are scaled according to the
+    maximum logits over all connected ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -137,7 +137,7 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Returns
+    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Return
     the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
@@ -191,8 +191,8 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
     """Run `reduce` once for each function that it enters before the vote, and raise an exception in this function on
-    one rank. Returns the functions whose exception went unnoticed, and the number of exceptions that all ranks
-    raised. If `first` is True, the cached table is dropped before each call."""
+    one rank. Return the functions whose exception went unnoticed, and the number of exceptions that all ranks raised.
+    If `first` is True, the cached table is dropped before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)

@@ -1,4 +1,5 @@
-"""Small models for the tests of routing, which imitate well-known models without importing their libraries."""
+"""Small models for the routing tests. They imitate well-known models without importing the libraries of those
+models."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def shared(**modules: Any) -> nn.Module:
 
 
 def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
-    """Replace a weight by an empty placeholder. If a shape is given, it becomes the placeholder's `ds_shape`, as in
+    """Replace a weight with an empty placeholder. If a shape is given, it becomes the placeholder's `ds_shape`, as in
     ZeRO-3."""
     module.weight = nn.Parameter(torch.empty(0))
     if ds_shape is not None:

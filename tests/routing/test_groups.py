@@ -95,8 +95,8 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that builds a model with the layers `others` and without repeated blocks. Both the vocabulary
-    size and the width of the model are 16."""
+    """Return a function that builds a model from an embedding and the layers `others`, without repeated blocks. The
+    vocabulary size and the width of the model are both 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -202,8 +202,8 @@ HEADS: dict[str, Case] = {
 
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
-    """Return a case with a 3-D parameter of a module of unknown type. The shape alone does not show whether the
-    parameter is a stack of experts, stored transposed or not, or a table."""
+    """Return a case with a 3-D parameter in a module of unknown type. The shape alone does not tell whether the
+    parameter is a stack of experts (transposed or not) or a table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     row: dict[str, object] = {"reason": f"stack of {num} matrices, by its shape alone", **of(*[(rows, cols)] * num)}
@@ -603,8 +603,8 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
     """The RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the range of its singular values.
-    The RMS of AdamW's first update is lr. This is five times its usual RMS of 0.2 lr, so the test multiplies it by
-    0.2."""
+    The RMS of AdamW's first update is lr. The RMS of later AdamW updates is usually 0.2 lr, so the test multiplies the
+    first update's RMS by 0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)

@@ -192,7 +192,7 @@ def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols
 
 
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
-    """DeepSpeed's zero.Init replaces parameters by empty placeholders and stores the real shape in ds_shape. Routing
+    """DeepSpeed's zero.Init replaces parameters with empty placeholders and stores the real shape in ds_shape. Routing
     must use the real shape."""
     models = [known_types(), known_types()]
     for module in models[1].modules():

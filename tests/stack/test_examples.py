@@ -1,6 +1,6 @@
 """Tests that train every example on 1 and 2 ranks. They check which ranks orthogonalize each matrix, the number of
-Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with bitwise the same
-weights as an uninterrupted run."""
+Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with weights that are bitwise
+identical to those of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of an optimizer's plan, copies and pickles of optimizers, and tensor fingerprints."""
+"""Tests of an optimizer's plan, of copied and pickled optimizers, and of tensor fingerprints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> Non
     """A fingerprint must change when a few elements drift by one ulp.
 
     Weaker checksums miss some of these drifts: a weighted sum of the words misses about 12 of the 3,000 drifts of size
-    64, and a plain or index-weighted sum misses neighbouring elements that drift in opposite directions.
+    64, and a plain or index-weighted sum misses neighboring elements that drift in opposite directions.
     """
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)

@@ -40,7 +40,7 @@ from shardmuon.testing import RankPool
 
 # Each of four ranks owns four of 16 matrices, and each bucket has one matrix of each owner.
 NUM_BUCKETS = 4
-PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds, and VICTIM is the rank that fails.
+PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds. VICTIM is the rank that fails.
 
 
 def _job(layout: str) -> Job:
@@ -167,7 +167,7 @@ def _join(store: str, rank: int) -> None:
 
 
 def _set_timeout(seconds: float) -> None:
-    """Set the time-out of every process group and communication lane of this rank."""
+    """Set the time-out of every process group and every communication channel of this rank."""
     limit = timedelta(seconds=seconds)
     c10d: Any = dist.distributed_c10d
     for group, ranks in c10d._world.pg_group_ranks.items():
@@ -200,8 +200,8 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 def main(rank: int, name: str, store: str) -> None:
     """Run a successful step, a step in which one rank fails, and a third step.
 
-    If the rank was only late, the job must match a twin job bitwise. If an error leaves all processes alive, the job
-    must match the twin after its state is restored in a new process group.
+    If the rank was only late, the job must match an undisturbed job bitwise. If an error leaves all processes alive,
+    the job must match the undisturbed job after its state is restored in a new process group.
     """
     torch.set_num_threads(1)
     _join(store, rank)

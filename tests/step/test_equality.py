@@ -1,5 +1,5 @@
 """Tests that updates are bitwise identical on every layout: on 4 ranks, for some layouts also on 2 and 3 ranks, and on
-meshes of two and three axes on 8 ranks."""
+two- and three-axis meshes of 8 ranks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its Muon with the following options. Its other names for learning-rate scales are aliases
-    # of the scales tested here.
+    # TransformerEngine tests its own Muon with the following options. Its other names for learning-rate scales are
+    # aliases of the scales tested in this file.
     (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
@@ -81,7 +81,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The outer loop is over the number of ranks, so that each pool of ranks starts only once.
+        # The loop over the number of ranks is the outer one, so that each pool of ranks starts only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],
@@ -207,7 +207,8 @@ def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> No
 
 @on_ranks(3)
 def test_replicas_that_exchange_nothing_agree_before_a_step() -> None:
-    """All ranks must refuse a step if one rank lacks a gradient, or if only one rank requested an audit."""
+    """All ranks must raise an error before a step if one rank lacks a gradient, or if only one rank requested an
+    audit."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
     with by_rates(APART):

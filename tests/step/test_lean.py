@@ -99,9 +99,9 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     """The number of function calls in a step must stay below the same limit on 64 and on 1,024 ranks.
 
     The test counts the calls of the busiest rank, which owns one or two of 72 matrices and stores a shard of each
-    matrix. The matrices have four shapes, one of which does not divide evenly. With more replicas, the only additional
-    calls are copies of the results that the owner passes on to other replicas. `passed` is the number of these copies
-    after adjacent copies are merged.
+    matrix. The matrices have four shapes, one of which is not evenly divisible by the number of ranks. With more
+    replicas, the only additional calls are copies of the results that the owner passes on to other replicas. `passed`
+    is the number of these copies after adjacent copies are merged.
     """
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]

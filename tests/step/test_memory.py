@@ -63,9 +63,9 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     small, large = (RankPool.cached(world).run(_step_peak, layout, size, options) for size in sizes)
     # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This amount is
-    # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,
-    # which exchange data twice).
+    # Two buckets are in flight, and the work space is half as large as the two together: three bucket sizes in total.
+    # The matrices need this amount once. The data that is sent or received needs it once more (four times with two
+    # replicas, which exchange data twice).
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)
@@ -153,7 +153,7 @@ def test_buffers_live_where_the_group_can_move_them(
 
 
 def _offloaded_over_nccl() -> bool:
-    """Take one step with FSDP2's CPU offloading and NCCL as the only backend. Returns whether every weight has changed
+    """Take one step with FSDP2's CPU offloading and NCCL as the only backend. Return whether every weight has changed
     and is still on the CPU."""
     net = _net().cuda()
     with meshes_on("cuda"):

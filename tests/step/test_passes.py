@@ -1,4 +1,4 @@
-"""Tests of the work of a step besides matmuls: the number of passes over memory, and the accuracy of norms."""
+"""Tests of the non-matmul work in a step: the number of passes over memory, and the accuracy of norms."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Take two steps, and count the passes over a matrix in the second step. Passes of matmuls are not counted."""
+    """Take two steps and return the passes over a matrix in the second step. Passes made by matmuls are not counted."""
     job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
     job.step(1)
     with Passes(rows * cols) as passes:

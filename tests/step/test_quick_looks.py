@@ -1,5 +1,5 @@
-"""Tests that the fast path of validation gives the same result as the full checks, and that handling tiles and momentum
-in batches changes no bit."""
+"""Tests that the fast path of validation (of gradients and optimizer state before a step) gives the same result as the
+full checks, and that processing tiles and momentum in batches does not change any bits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# TOLD maps some of the changes to patterns for the error messages that these changes must cause.
+# TOLD lists the changes that must cause an error, each with a pattern for the error message.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",
@@ -117,7 +117,7 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Return all results of validation, or the error that it raises."""
+    """Return everything that the step's validation of gradients and state computes, or the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():

@@ -88,7 +88,7 @@ class Group:
 
 
 def groups_in(layout: str) -> list[Group]:
-    """Return the parameter groups of a layout. In "chain", each group of matrices is replicated over two neighbouring
+    """Return the parameter groups of a layout. In "chain", each group of matrices is replicated over two neighboring
     ranks."""
     sets = FAMILIES.get(layout, [(0, 1, 2, 3)])
     cut = torch.clone if layout in (*FAMILIES, "alone") else as_in(layout)
@@ -128,7 +128,7 @@ class Sequence:
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
         made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
         for options in made:
-            # The constructor refuses `momentum` and `variant` in AdamW groups.
+            # The constructor does not accept `momentum` and `variant` in AdamW groups.
             if not options["use_muon"]:
                 options.pop("momentum", None)
                 options.pop("variant", None)
@@ -285,8 +285,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step. Another step follows, because an audit checks
-        the momentum again one step later."""
+        """Audit the first step after a skipped batch or after a step that raised an error. Another step follows,
+        because an audit checks the momentum again one step later."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
         for _ in range(2):
@@ -309,8 +309,8 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # A group with a variant refuses state that was saved without a variant, so remove the variant before
-                # loading.
+                # A group with a variant raises an error when it loads state that was saved without a variant, so remove
+                # the variant first.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)

@@ -49,11 +49,11 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
 
 @on_ranks(2)
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
-    """Like the original's step, the copy's step must be refused if one rank lacks the gradient of a replicated
+    """Like the original's step, the copy's step must raise an error if one rank lacks the gradient of a replicated
     parameter."""
     param = torch.nn.Parameter(torch.ones(6, 8))
     given = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
-    given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD  # as a user sets another group
+    given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD
     made = copy.deepcopy(given)
     (copied,) = made.param_groups[0]["params"]
     copied.grad = torch.eye(6, 8)

@@ -87,8 +87,8 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Compare a test case with the dense formula. With int8 momentum, the views are wide enough that no shard splits a
-    quantization block."""
+    """Compare a test case with the dense formula. With int8 momentum, the matrices are wide enough that no shard splits
+    a quantization block."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
     views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
@@ -102,8 +102,8 @@ def compare(case: str, layout: str, **places: Any) -> None:
     ("case", "layout"),
     in_both(
         in_turn(CASES, every=4) + in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)
-        # The layout "flat" is left out for int8 momentum, because flat shards that split quantization blocks are
-        # refused.
+        # The layout "flat" is left out for int8 momentum, because flat shards that split quantization blocks raise an
+        # error.
     ),
 )
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:

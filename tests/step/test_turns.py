@@ -10,8 +10,9 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-Bucket = tuple[tuple[int, ...], bool]  # The ranks of a bucket, and whether its results are relayed to other replicas.
-Exchange = tuple[str, int]  # The kind of an exchange, and the number of its bucket.
+# A bucket is described by its ranks and by whether its results are relayed to other replicas.
+Bucket = tuple[tuple[int, ...], bool]
+Exchange = tuple[str, int]  # An exchange is described by its type and by the number of its bucket.
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
@@ -35,7 +36,7 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate all ranks. Returns whether all ranks finish without a deadlock, and the exchanges that each rank has
+    """Simulate all ranks. Return whether all ranks finish without a deadlock, and the exchanges that each rank has
     posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):

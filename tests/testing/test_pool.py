@@ -1,4 +1,4 @@
-"""Tests of the rank pool: results, errors, and that no failure hangs or leaves a process behind."""
+"""Tests of the pool of ranks: results, errors, and that no failure hangs or leaves a process behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Returns the number of this
+    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return the number of this
     rank."""
     rank = dist.get_rank()
     match how if rank in ranks else then:

@@ -53,8 +53,8 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
-    """Return the number of matmul results compared, and the number of those that differ between slots. With `packed`,
-    matrices are stored contiguously instead of in aligned slots."""
+    """Return the number of matmul results compared, and the number of those that differ between slots. If `packed` is
+    True, matrices are stored contiguously instead of in aligned slots."""
     torch.set_num_threads(threads)
     modules = ("orthogonalize", "testing.slots") if packed else ()
     with ExitStack() as patched:

@@ -60,8 +60,8 @@ def _clipped(kind: type[Llama]) -> tuple[Llama, Muon, QKClip]:
 @pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("kind", [Llama, Eager])
 def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tuple[int, ...]) -> None:
-    """A rank's last batch, or the batch of an expert, may be empty. QK-clip must accept an empty batch, because an
-    error on one rank would make the other ranks wait for this rank."""
+    """A rank's last batch, or the batch of one expert, may be empty. QK-clip must accept empty batches, because an
+    error on one rank would leave the other ranks waiting."""
     model, optimizer, clip = _clipped(kind)
     model(torch.zeros(shape)).sum().backward()
     optimizer.step()

@@ -44,8 +44,8 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """In each of four steps, the stage must match its fp64 formula on three matrices. One of the matrices has rows of
-    zeros and a nonzero initial state."""
+    """In each of four steps, the post-processing stage must match its fp64 formula on three matrices. One of the
+    matrices has rows of zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)

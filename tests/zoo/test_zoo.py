@@ -42,7 +42,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @functools.cache
 def built(name: str) -> nn.Module:
-    """Return a cached model. Several tests share this model, so no test may change it."""
+    """Return a cached model. Several tests share each cached model, so no test may change it."""
     return made(MODELS[name])
 
 
