@@ -29,7 +29,7 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """Return a table as stored in a hardware file. `rows` maps each aspect ratio to its rows (size, low, middle,
+    """Return a table like those in a hardware file. `rows` maps each aspect ratio to its rows (size, low, middle,
     high)."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
@@ -237,7 +237,7 @@ def _exactly(value: float) -> Any:
 
 
 def _machine(certain: bool = False) -> Hardware:
-    """Return the hardware numbers of a machine with round numbers: 1e14 FLOP/s, and 1e12, 1e11 and 1e10 bytes/s for
+    """Return the hardware numbers of a simple machine: 1e14 FLOP/s for matmuls, and 1e12, 1e11 and 1e10 bytes/s for
     memory, links and NICs."""
     share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {

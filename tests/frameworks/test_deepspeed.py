@@ -121,8 +121,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """In each step, the ranks together must orthogonalize each matrix once. With ZeRO stage 0, ranks do not share the
-    work, so each rank must orthogonalize every matrix."""
+    """The ranks together must orthogonalize each matrix exactly once per step. With ZeRO stage 0, ranks do not share
+    the work, so each rank must orthogonalize every matrix."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -488,8 +488,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
 def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
-    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on one rank alone.
-    Whether or not this load succeeds, the next step must match the dense reference on all ranks."""
+    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on a single rank.
+    Regardless of whether this load succeeds, the next step must match the dense reference on all ranks."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 

@@ -1,7 +1,7 @@
-"""Tests of NVMe offload at ZeRO 3 with real swap files and the real DeepSpeed package.
+"""Tests of NVMe offloading with ZeRO stage 3, using real swap files and the real DeepSpeed package.
 
 The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles within minutes. The other tests
-cover refusals and run everywhere.
+check that unsupported settings raise errors, and run everywhere.
 """
 
 from __future__ import annotations

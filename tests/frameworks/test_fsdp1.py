@@ -51,7 +51,7 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
     model = wrapped(net, strategy, **how) if before else model
-    # pin_memory and stream synchronization need an accelerator, so both are replaced by functions that do nothing.
+    # pin_memory and stream synchronization need an accelerator, so both are replaced with functions that do nothing.
     with (
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),

@@ -60,7 +60,7 @@ def job(
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
     """Train three steps and compare each with the dense optimizer. Return the number of matrices orthogonalized on this
-    rank, the rank sets of its plans, and a description of the shards that Megatron reports."""
+    rank, the sets of ranks that share work in its plans, and a description of the shards that Megatron reports."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -82,8 +82,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return a dict from each sharding feature (such as shards that end inside a row) to whether the job has it,
-    according to the shards that Megatron reports."""
+    """Return, for each sharding feature (such as shards that end inside a row), whether the job has it, according to
+    the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {

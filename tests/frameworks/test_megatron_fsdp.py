@@ -303,7 +303,7 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a fault, a slice that selects from the ranks with a nonempty shard those that get the fault, and a
+# Each case gives a fault, a slice of the ranks with a nonempty shard that selects the ranks with the fault, and a
 # pattern for the error message.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),

@@ -138,8 +138,8 @@ MISSING: dict[str, Mapping[int, slice]] = {
 LRS = (0.02, 0.013, 0.05, 0.0307)
 # FSDP1 runs its own backward pass, which computes every gradient, so FSDP1 rows use only "all gradients".
 FSDP1 = "fsdp1"
-# On a single rank, the layouts in ALONE still run different code from the layout "single", so they are tested there as
-# well.
+# Even on a single rank, the layouts in ALONE differ from the layout "single", so golden rows with these layouts also
+# run on one rank.
 ALONE = ("ddp", "fsdp2")
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
 

@@ -400,8 +400,8 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# Changes that some ranks make to the arguments of a call. After the changes "nothing" and "other tensors", the call
-# must still succeed.
+# CHANGES lists the ways in which some ranks change the arguments of a call. After "nothing" and "other tensors", the
+# call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
@@ -417,7 +417,7 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # At least one of the ranks that share a tensor keeps its arguments.
+        # At least one of the ranks that share a tensor keeps its original arguments.
         if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
@@ -438,9 +438,9 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Return the norms of three lists of two tensors. The first tensor is always the same, and the second is sharded,
-    plain, and sharded again. Each list must get its own norm, although the description cached for a list is found by
-    its first tensor."""
+    """Return the norms of three lists of two tensors each. The first tensor is the same in all lists; the second is
+    first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache looks up a
+    list's description by its first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))

@@ -128,7 +128,7 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must reconstruct its
+    """Shuffled ranks form up to three grids of process groups in 200 random cases. Every rank must reconstruct its
     whole grid, although each rank reports only the two groups that it belongs to."""
     draw = random.Random(1)
     for _ in range(200):

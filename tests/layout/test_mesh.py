@@ -55,7 +55,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
-    """Return the layout that DTensorEngine derives from local shards of the shapes `found`."""
+    """Return the layout that DTensorEngine derives from local shards with the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, OnMesh(mesh, tuple(extents), placements)), extents, ())
 

@@ -77,8 +77,8 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
-    """Stochastic rounding must have no bias, and must not change values that bf16 represents exactly. The values to
-    round are on and between adjacent bf16 numbers, of both signs and near powers of two."""
+    """Stochastic rounding must be unbiased and must not change values that bf16 represents exactly. The test values lie
+    on and between adjacent bf16 numbers, have both signs, and include values near powers of two."""
     base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0], dtype=torch.float64)
     steps = torch.tensor([-2.3, -1.0, -0.999, -0.5, -0.01, 0.0, 0.001, 0.25, 1.0, 1.7], dtype=torch.float64)
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)

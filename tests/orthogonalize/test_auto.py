@@ -189,7 +189,7 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """After long schedules in fp16, singular values must be near 1. Restarts keep rounding noise in the null space from
+    """Singular values must be near 1 after long schedules in fp16. Restarts keep rounding noise in the null space from
     overflowing, so no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]

@@ -65,7 +65,7 @@ PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard",
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
     """Rounding errors are largest in the null space of low-rank matrices, where noise is orthogonalized as well. In a
     rank-1 matrix, the only nonzero singular value is 1 after normalization. It must keep its sign, although some
-    published schedules flip signs.
+    published schedules flip the sign.
 
     Each case runs two combinations of method and dtype, so that every combination runs on every spectrum and every
     schedule at least twice.

@@ -123,8 +123,8 @@ def _num_owners(made: Plan) -> int:
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """One of four ranks owns a dense matrix, and each rank has eight experts. Other ranks of the node must take over
-    experts from the busy rank, unless a post-processing stage (NorMuon, ..) keeps per-expert state, which would have
-    to be sent as well."""
+    experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps per-expert state, because this
+    state would have to be sent as well."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -185,8 +185,8 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
-    """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. With `unlike`,
-    rank 3 reports a different machine."""
+    """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. If `unlike` is
+    True, rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(

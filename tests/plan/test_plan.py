@@ -50,9 +50,10 @@ def test_the_most_loaded_rank_is_near_the_mean_or_the_largest_matrix(job: str) -
 
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
-    """Return the result of `make`, and the seconds it would take on a core that counts to a million in 25 ms.
+    """Return the result of `make`, and the time in seconds that `make` would take on a core that counts to a million in
+    25 ms.
 
-    The current speed of this machine, which other jobs may slow down, is measured by a loop just before and just after.
+    A loop just before and just after `make` measures the current speed of this machine, which other jobs may slow down.
     """
 
     def loop() -> float:

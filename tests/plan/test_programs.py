@@ -234,8 +234,8 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """In the last case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4
-    columns. These copies must be joined into two, one for each number of columns."""
+    """Each of five senders in the last case sends rows of two matrices with 6 columns and of one matrix with 4 columns.
+    These copies must be joined into two, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))

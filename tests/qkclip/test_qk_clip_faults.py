@@ -145,7 +145,7 @@ def _differing(what: str) -> list[str]:
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Ranks 2 and 3 share the weight, so both replace it by a weight of a different shape.
+    # Ranks 2 and 3 share the weight, so both replace it with a weight of a different shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -190,9 +190,9 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Run `reduce` once for each function that it enters before the vote, and raise an exception in this function on
-    one rank. Return the functions whose exception went unnoticed, and the number of exceptions that all ranks raised.
-    If `first` is True, the cached table is dropped before each call."""
+    """Run `reduce` once for each function that it enters before the vote, raising an exception in this function on one
+    rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error on all
+    ranks. If `first` is True, the cached table is deleted before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)

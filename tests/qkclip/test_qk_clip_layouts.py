@@ -70,8 +70,8 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. Each step has new
-    batches."""
+    """Return a QKClip whose `logits` function returns the largest logit of each head over the batches of the given
+    ranks. Each step has new batches."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 

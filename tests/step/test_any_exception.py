@@ -345,7 +345,7 @@ def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_fol
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Rank 1's load hook raises after the other ranks have loaded all weights. Every rank must raise an error that
-    names rank 1, and must refuse the next step."""
+    names rank 1, and must also raise an error in the next step."""
     for (loading, stepping), changed in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping

@@ -107,8 +107,8 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a regular expression for the error message of an interrupted step. It accepts any of the phases number
-    `first` to `last`, counted in the order of `turns`. With `relays`, buckets have a relay phase."""
+    """Return a regular expression for the error message of an interrupted step. It accepts the names of phases number
+    `first` to `last`, counted in the order of `turns`. If `relays` is True, buckets have a relay phase."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
@@ -309,7 +309,8 @@ def _scaled(optimizer: Muon) -> None:
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
     loop: Callable[[Muon], None], where: tuple[Any, str], error: BaseException, named: str
 ) -> None:
-    """A retry after an interrupted step must be refused, because it would update the momentum a second time."""
+    """A retry after an interrupted step must raise an error, because the retry would update the momentum a second
+    time."""
     job, twin = (Job([{"params": [Spec("a", (6, 8))]}, {"params": [Spec("v", (4,))], "use_muon": False}]) for _ in "12")
     for one in (job, twin):
         one.step(0)
@@ -340,7 +341,8 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 votes once and then leaves, so the step of rank 0 must fail and record that it was interrupted."""
+    """Rank 1 votes once and then leaves, so the step on rank 0 must fail and the optimizer must record that the step
+    was interrupted."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -355,8 +357,8 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
     """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These ranks are
-    meaningless in the processes that unpickle the optimizer. They must not keep it from recording that its first
-    vote in those processes was interrupted."""
+    meaningless in the processes that unpickle the optimizer. They must not keep the optimizer from recording that its
+    first vote in those processes was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

@@ -83,7 +83,7 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
     ids=str,
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """On the simulated device, a step must give the same values as on the CPU, within rounding. The shapes give batches
+    """A step on the simulated device must give the same values as on the CPU, up to rounding. The shapes give batches
     of one and of several matrices, and matrices whose rows are separated by gaps in memory."""
     here = _made(torch.clone, dtype=dtype, **options)
     before = _found(here)

@@ -1,5 +1,5 @@
-"""Tests that the process-wide default dtype and device of torch do not change the bits of a step, because every tensor
-is created with an explicit dtype and device."""
+"""Tests that torch's process-wide default dtype and device do not change the bits of a step, because every tensor is
+created with an explicit dtype and device."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
-    """A step must have one vote and two exchanges. With sharded replicas, a third exchange passes results on to the
-    other replicas. With unsharded replicas, a single exchange suffices."""
+    """A step must consist of one vote and two exchanges. Sharded replicas need a third exchange, which passes results
+    on to the other replicas. Unsharded replicas need only a single exchange."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
     assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(LAYOUTS[layout].exchanges, 1)}

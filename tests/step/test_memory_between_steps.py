@@ -1,5 +1,5 @@
 """Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and the cached
-memory must be freed when the tables say so."""
+memory must be freed when the tables say that it is."""
 
 from __future__ import annotations
 

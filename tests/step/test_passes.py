@@ -219,9 +219,9 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """Row normalization must be accurate in the batched form for accelerators and in the form for CPUs, which takes one
-    matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite entry. In fp64, rows
-    differ by sixteen orders of magnitude."""
+    """Row normalization must be accurate in both implementations: the batched one for accelerators, and the one for
+    CPUs, which processes one matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite
+    element. In fp64, the scales of rows differ by sixteen orders of magnitude."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)

@@ -97,7 +97,8 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# TOLD lists the changes that must cause an error, each with a pattern for the error message.
+# TOLD maps some of the changes to patterns. Each of these changes must cause an error whose message matches the
+# pattern.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",

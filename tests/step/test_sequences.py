@@ -256,7 +256,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def interrupt_a_step(self) -> None:
-        """Interrupt a step at a random operation. The job must be rolled back, unless the step has changed nothing."""
+        """Interrupt a step at a random operation. Afterwards, the job must be restored from a snapshot, unless the step
+        has changed nothing."""
         grads, done = self.backward(), list[bool]()
         hook = self.job.optimizer.register_step_post_hook(lambda *_: done.append(True))
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
@@ -333,7 +334,7 @@ class Sequence:
         self._load()
 
     def copy_the_job(self) -> None:
-        """On some ranks, replace the model and the optimizer by deep copies or pickled copies."""
+        """On some ranks, replace the model and the optimizer with deep copies or pickled copies."""
         pickled = self.chance.random() < 0.5
         if not self._concerned():
             return
@@ -356,7 +357,7 @@ class Sequence:
                     self.job.state[new] = self.job.state.pop(old)
 
     def make_the_optimizer_anew(self) -> None:
-        """On some ranks, replace the optimizer by a new one, which has no plan yet but is given the state of the old
+        """On some ranks, replace the optimizer with a new one that has no plan yet but is given the state of the old
         one."""
         if self._concerned(anew=True):
             kept = self.job.state
@@ -376,8 +377,8 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Train with one variant, with a second one, and with the first again. The state that the first variant kept
-        must be discarded in between."""
+        """Train with one variant, then with a second one, then with the first one again. The first variant's state must
+        be discarded in between."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return

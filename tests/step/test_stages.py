@@ -168,8 +168,8 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Weight norms must be summed over small rank sets first. Parameters on different device types are summed
-    separately, and parameters without a stage that acts on weights are left out."""
+    """Weight norms must be summed over small sets of ranks first. Parameters on different device types are summed
+    separately. Parameters are left out if no pre- or post-processing stage of their variant acts on weights."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6)

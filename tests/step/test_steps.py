@@ -49,8 +49,8 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
 
 @on_ranks(2)
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
-    """Like the original's step, the copy's step must raise an error if one rank lacks the gradient of a replicated
-    parameter."""
+    """The step of a copied optimizer must raise an error, like that of the original, if one rank lacks the gradient of
+    a replicated parameter."""
     param = torch.nn.Parameter(torch.ones(6, 8))
     given = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
     given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD

@@ -135,8 +135,8 @@ WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsd
 def test_momentum_weights_and_lr_may_lie_elsewhere(
     case: str, layout: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights or the step's buffers are on a simulated CUDA device. The device refuses operations that mix tensors on
-    different devices, so the step must move every tensor explicitly."""
+    """Weights or the step's buffers are on a simulated CUDA device. This device raises an error for operations that mix
+    tensors on different devices, so the step must move every tensor explicitly."""
     # If an engine has offloaded the weights, the step's buffers and the weights are on different devices.
     if "buffers" in places:
         monkeypatch.setattr(binding, "offloaded_from", lambda _: torch.device(places["buffers"]))

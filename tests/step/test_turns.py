@@ -64,7 +64,7 @@ def _family(draw: random.Random) -> list[Bucket]:
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    # Rank-local buckets exchange nothing, so they relay nothing.
+    # Rank-local buckets exchange nothing, so they have nothing to relay.
     local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
@@ -96,7 +96,7 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """If a relay is posted only after the next bucket has been orthogonalized, the simulated ranks must deadlock, as
+    """The simulated ranks must deadlock if a relay is posted only after the next bucket has been orthogonalized, as
     four real ranks once did."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]

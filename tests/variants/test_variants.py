@@ -44,7 +44,7 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """In each of four steps, the post-processing stage must match its fp64 formula on three matrices. One of the
+    """The post-processing stage must match its fp64 formula on three matrices in each of four steps. One of the
     matrices has rows of zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
