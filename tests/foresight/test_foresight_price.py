@@ -53,7 +53,7 @@ SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        # Below the smallest measured size, a time is pure latency and therefore constant.
+        # Below the smallest measured size, the predicted time is pure latency and therefore constant.
         (TIME, (1,), (1.0, 1.0, 1.0), False),
         # A table with several aspect ratios is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
@@ -159,7 +159,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # The lower end of a predicted interval uses the highest rate and the lowest latency.
+    # The lower end of a predicted time interval is computed from the highest rate and the lowest latency.
     unsure = {"link_efficiency": _table([(1.0, 0.5, 0.8, 1.0)]), "latency_inside": _table([(1.0, 1e-5, 2e-5, 4e-5)])}
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
@@ -222,7 +222,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     (rank,) = exact.classes
     exact = replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000)))
     found = Price.of(exact, machine).adamw
-    # For each element, AdamW reads p, g, m and v, and writes p, m and v, all in fp32.
+    # For each element, AdamW reads the parameter p, the gradient g and the moments m and v, and writes p, m and v, all
+    # in fp32.
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
@@ -269,7 +270,7 @@ def _machine(certain: bool = False) -> Hardware:
 
 def _but(without: str, given: dict[str, Any]) -> Hardware:
     """Return the hardware of `_machine` with the numbers in `given` added or replaced. Numbers whose name contains the
-    word `without` are left out; for example, without="peak" leaves out every peak rate."""
+    word given as `without` are left out; for example, without="peak" leaves out every peak rate."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})

@@ -104,7 +104,7 @@ def _stepped(case: Case) -> float:
 
 def _check_straddling(job: Job) -> None:
     """Check that the matrix "b" is split over both ranks, and that both ranks have the same plans, which list every
-    matrix. DeepSpeed's function for reading optimizer state must return the momentum of the dense reference."""
+    matrix. DeepSpeed's function for reading optimizer state must return the same momentum as the dense reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))

@@ -143,7 +143,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     with RankPool(2, timeout=200.0) as first:
         expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
     arguments = nvme(tmp_path / "other"), saved, expected
-    for before in (0, 2):  # With `before` = 2, the optimizer already has state when it loads the checkpoint.
+    for before in (0, 2):  # If `before` is 2, the optimizer already has state when it loads the checkpoint.
         with RankPool(2, timeout=200.0) as fresh:
             fresh.run(_resume, *arguments, before)
             if before:

@@ -62,7 +62,7 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
 
 
 @pytest.mark.parametrize(
-    # On four ranks, HYBRID_SHARD has two replicas, which share the orthogonalizations.
+    # On four ranks, HYBRID_SHARD has two replicas, and the replicas divide the orthogonalizations between them.
     ("world", "strategy", "before", "how"),
     [
         *((2, strategy, at % 2 == 0, {}) for at, strategy in enumerate(STRATEGIES)),
@@ -71,8 +71,8 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """The model has matrices, a tied embedding, norms, biases and a frozen unit. The optimizer is created either before
-    or after wrapping. Parameters must be routed as in the unwrapped model."""
+    """The model has matrices, a tied embedding, norms, biases and a frozen FSDP unit. The optimizer is created either
+    before or after wrapping. Parameters must be routed as in the unwrapped model."""
     assert RankPool.cached(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 

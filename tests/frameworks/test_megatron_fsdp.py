@@ -45,8 +45,8 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A module whose parameters Megatron-FSDP gathers together. Its forward pass takes gradients by name and returns a
-    loss. The backward pass of this loss gives each parameter exactly its gradient from `grads`."""
+    """A module whose parameters Megatron-FSDP gathers together. The forward pass takes gradients by name (`grads`) and
+    returns a loss. The backward pass of this loss gives each parameter exactly its gradient from `grads`."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)
@@ -247,7 +247,7 @@ def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int
         stored = job.check()
         meshes = [job.params()[name].device_mesh.mesh for name in (job.matrices[0], "ends.mixer.weight")]
         ranks = [tuple(mesh.flatten().tolist()) for mesh in meshes]
-        job.wrap()  # Wrapping the model again, as after loading, must keep existing state.
+        job.wrap()  # Wrapping the model again, as is done after loading, must keep the existing state.
         job.check()
         job.step(30, ("ends.mixer.weight", "ends.mixer.bias"))
         ones = {name: torch.ones_like(p) for name, p in job.dense_model.named_parameters()}
@@ -278,8 +278,8 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """The steps cover parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with
-    and without a stride, and experts with their own data-parallel group."""
+    """The steps cover parameters without a gradient, empty shards (whose gradient is None), strided and contiguous
+    tensor-parallel shards, and experts with their own data-parallel group."""
     found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names

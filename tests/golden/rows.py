@@ -99,7 +99,7 @@ def table_of(only: str) -> dict[str, Digests]:
 
 
 def main() -> None:
-    # Import this module by its full name, because the ranks import it by that name and not as __main__.
+    # Import this module by its full name rather than as __main__, because the ranks import it by its full name.
     from golden import rows
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -179,9 +179,9 @@ def rows_of(world: int) -> Iterator[Row]:
 
 
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's shards of full tensors. The first call for given shapes is collective.
+    """Return this rank's shards of full tensors. The first call for a given set of shapes is collective.
 
-    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2; otherwise
+    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2. Otherwise,
     vectors are not sharded.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1

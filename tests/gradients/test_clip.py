@@ -38,7 +38,7 @@ def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
 
 # --------------------------------------------------------------------------------------------------- every layout
 
-# AdamW updates these vectors. Some have fewer elements than there are ranks.
+# The following vectors are updated by AdamW. Some of them have fewer elements than there are ranks.
 VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}
 
 
@@ -176,7 +176,7 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # The norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
+    # The computed norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
@@ -208,7 +208,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """The arguments of one rank's call of clip_grad_norm_, and the norm or the error that the call must give."""
+    """The arguments of one rank's call of clip_grad_norm_, and the expected norm or error."""
 
     source: Any
     wanted: float | str
@@ -406,8 +406,8 @@ CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type"
 
 
 def _storm(name: str) -> None:
-    """Repeat calls of clip_grad_norm_ in which one or two ranks change their arguments while the other ranks use cached
-    descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
+    """Call clip_grad_norm_ repeatedly. In each call, one or two ranks change their arguments while the other ranks use
+    cached descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)

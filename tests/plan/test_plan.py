@@ -98,8 +98,8 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """A step has several buckets so that communication overlaps with orthogonalization. It has fewer buckets where
-    owners have few matrices, because a rank without a matrix in a bucket would idle."""
+    """A step is split into several buckets so that communication overlaps with orthogonalization. If owners have few
+    matrices, there are fewer buckets, because a rank without a matrix in a bucket would idle."""
     d, inner = 4096, 11008
     kinds = [
         spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
@@ -115,7 +115,7 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """If many matrices have the same reason for their method, the printed plan gives the reason only once. Reasons must
+    """If the methods of many matrices have the same reason, the printed plan states the reason only once. Reasons must
     not change the digest of a plan."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())

@@ -1,4 +1,4 @@
-"""Tests of plans and programs: which rank does which work, and that no work is done twice."""
+"""Tests of plans and of the ranks' programs: which rank does which work, and that no work is done twice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shardmuon.plan.program import BufferPlace, Copy, KeptLoad, Load, Program, _
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str, policy: Policy) -> None:
-    """Every element must be written exactly once. The test counts writes, because writing the same value twice would
-    not change any result."""
+    """Every element of storages, batches and exchange buffers must be written exactly once. The test counts writes,
+    because writing the same value twice would not change any result."""
     cases = [(name, LAYOUTS[layout](make()), i) for name, make in VIEWS.items() for i in (0, 1)]
     plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
     weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
@@ -114,8 +114,8 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
-    """Rank 1 is in two rank sets and packs its local matrices from both into the same buckets. It must compute the same
-    digest for each set as the ranks that are only in that set."""
+    """Rank 1 belongs to two sets of ranks and packs its local matrices from both sets into the same buckets. For each
+    set, it must compute the same digest as the ranks that belong only to that set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
@@ -251,7 +251,7 @@ def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> N
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
     """The matrices are blocks of a fused weight. One of them is too small for half-precision matmuls, so it must be
-    exchanged in a wider dtype, in a bucket of its own."""
+    exchanged in a wider dtype and in a separate bucket."""
     layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
     plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
     assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

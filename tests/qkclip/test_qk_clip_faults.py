@@ -1,5 +1,5 @@
-"""Tests of QK-clip on overlapping rank sets, and of exceptions on one rank: either all ranks raise, or all ranks
-continue with the same results."""
+"""Tests of QK-clip on overlapping sets of ranks, and of exceptions on one rank: either all ranks raise an error, or all
+ranks continue with the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ranks
 # `Sets` lists the sets of ranks that store one weight. All ranks in a set share the weight, and a rank in none of the
 # sets has a weight of its own.
 Sets = list[tuple[int, ...]]
-Family = dict[str, Sets]  # The keys are names of weights, which end with the index of their layer.
+Family = dict[str, Sets]  # Each key is the name of a weight, which ends with the index of the weight's layer.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -228,7 +228,8 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     """Raise an exception on one rank in each function that runs after the vote, and return the errors. After each
-    error, no rank may step until it has loaded a state dict. Then all ranks must continue."""
+    error, no rank may take a step until it has loaded a state dict. After loading, all ranks must be able to
+    continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -259,8 +260,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if the failing rank had
-    not begun to scale."""
+    """If one rank fails after the vote, all ranks must raise an error instead of waiting for the failed rank, even if
+    that rank had not begun to scale weights."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -102,7 +102,8 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    # The first step locates the weights on the ranks and caches the result in a table, which the second step uses.
+    # The first step determines which ranks store which weights and caches the result in a table, which the second step
+    # uses.
     for _ in range(2):
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
@@ -122,8 +123,8 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
 
 
 def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
-    """Return the names of the weights that differ from a single-process run. If the framework keeps fp32 masters, the
-    masters are compared."""
+    """Return the names of the weights that differ from a single-process run. If the framework keeps fp32 master
+    weights, the master weights are compared."""
     clips = list[QKClip]()
 
     def make(params: Any, options: Any) -> Muon:
@@ -141,7 +142,7 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
     found = run.weights()
     wanted = _on_one_process(run.start(_model(dtype)), [run.gradients(given) for given in grads])
     wrong = [n for n, t in found.items() if not torch.equal(t, wanted[n])]
-    if dtype == torch.bfloat16:  # The model's weights must be the clipped fp32 masters, rounded to bf16.
+    if dtype == torch.bfloat16:  # The model's weights must equal the clipped fp32 master weights, rounded to bf16.
         import deepspeed
 
         params = dict(run._params)

@@ -1,4 +1,4 @@
-"""Tests of which forward passes QK-clip counts for a step, and of errors between and during steps."""
+"""Tests of which forward passes QK-clip takes into account for a step, and of errors between and during steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAU = 0.5
 
 
 class Job:
-    """A model of two attention layers and, between them, a linear layer that is not trained."""
+    """A model of two attention layers and, between them, a linear layer that is not passed to the optimizer."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)

@@ -124,7 +124,7 @@ def tensor_parallel(num_rows: int) -> nn.Module:
 
 
 def experts(*, router: int = 4, apart: bool = False, inner: int = 24, inputs_first: bool = False) -> nn.Module:
-    """Return four experts and their router. With `inputs_first`, the experts' matrices are stored transposed."""
+    """Return four experts and their router. If `inputs_first` is True, the experts' matrices are stored transposed."""
     up, down = (4, inner, 16), (4, 16, inner)
     up, down = (down, up) if inputs_first else (up, down)
     stacks = typed("Experts", w_up=table(*up), w_down=table(*down))

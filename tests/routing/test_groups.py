@@ -1,5 +1,5 @@
-"""Tests of routing: every trainable parameter goes to Muon or AdamW by its type and shape, and unclear cases are
-reported."""
+"""Tests of routing: every trainable parameter goes to Muon or AdamW based on its module type and shape, and ambiguous
+cases are reported."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# There are two query groups. Each has four query heads, one key head and one value head, and the head size is 2.
+# There are two query groups. Each group has four query heads, one key head and one value head. The head size is 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -629,8 +629,8 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # The usual RMS of Muon's update is lr / 32 for this shape, and that of AdamW's update is 0.2 lr. Their ratio is
-    # rounded to six digits.
+    # For this shape, the usual RMS of Muon's update is lr / 32, and that of AdamW's update is 0.2 lr. The ratio of the
+    # two is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 

@@ -1,8 +1,5 @@
-"""Tests of routing by module type. The modules have the names and sizes of well-known ones, so that their libraries are
-not needed.
-
-tests/zoo tests the libraries' own models.
-"""
+"""Tests of routing by module type. The modules imitate the names and sizes of well-known models, so that the models'
+libraries are not needed. tests/zoo tests the libraries' own models."""
 
 from __future__ import annotations
 
