@@ -1,5 +1,5 @@
-"""Tests of gradient clipping: on each rank, the norm over all parameters and ranks matches a single-process run
-bitwise, or each rank raises an error."""
+"""Tests of gradient clipping: either the norm over all parameters and ranks matches a single-process run bitwise on
+every rank, or every rank raises an error."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     sorted((4 if len(case.mesh(4)) > 1 or at % 2 else 3, name) for at, (name, case) in enumerate(LAYOUTS.items())),
 )
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    """Every layout is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the others
+    """Every layout is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the other half
     with a second norm order."""
     at = list(LAYOUTS).index(layout)
     orders = (2.0, ORDERS[1 + at // 2 % (len(ORDERS) - 1)])
@@ -488,6 +488,6 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # Each call of `_local_scalar_dense` waits for the device, so the number of calls must not grow with the number
-        # of gradients.
+        # Each call of `_local_scalar_dense` makes the host wait for the device, so the number of calls must not grow
+        # with the number of gradients.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

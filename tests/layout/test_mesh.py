@@ -1,6 +1,6 @@
 """Tests that the part of a tensor stored by each rank of a mesh equals `torch.chunk` applied to indices.
 
-test_dtensor.py compares sharding of two dims and by several axes with torch's own storage.
+test_dtensor.py covers sharding of two dims and by several axes, and compares the result with torch's own storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmuon.layout.views import Ints
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
     """Split `indices` into `before` equal shards, chunk each shard into `num_parts` parts, and return the indices in
-    part number `part` of all shards. `chunk` may return fewer parts than requested."""
+    part number `part` of every shard. `chunk` may return fewer parts than requested."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 

@@ -33,7 +33,7 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     return param
 
 
-# A function that takes a full tensor and returns this rank's shard with its tensor-parallel attributes.
+# A Shard is a function that takes a full tensor and returns this rank's shard with its tensor-parallel attributes.
 Shard = Callable[[Tensor], nn.Parameter]
 
 
@@ -218,15 +218,16 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-FLAT = {  # Each key is an expected error, and its value gives the first element and the size of every rank's range.
+# Each key is the text of an expected error. Its value gives the first element and the size of every rank's range.
+FLAT = {
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],
     "offset (12,) and size (14,) is out of bounds of 24 elements": [(0, 12), (12, 14), (24, 0), (24, 0)],
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# Each case gives a function of the rank, and the expected error texts. The function returns the parameters, further
-# options of their parameter group, and the optimizer's process groups.
+# Each case gives a function that takes the rank, and the expected error texts. The function returns the parameters,
+# further options of their parameter group, and the optimizer's process groups.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (
         lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),

@@ -131,8 +131,8 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(BF16, 1e-5, 0.006), ("int8", 1e-3, 0.02)])
 def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, high: float) -> None:
-    # With rounding to nearest, bf16 momentum would stop 4% to 8% short of the gradient, as soon as each change is
-    # smaller than half the spacing of bf16 numbers.
+    # With rounding to nearest, bf16 momentum would stop changing 4% to 8% short of the gradient, because each change
+    # would be smaller than half the spacing of bf16 numbers.
     w = nn.Parameter(torch.zeros(64, 256))
     optimizer = Muon([w], lr=0.0, ns_steps=1, momentum_dtype=dtype)
     w.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 256)

@@ -40,7 +40,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "device"),
     [
         *((name, form, 96, n, CUDA) for name, form, n in SMALL),
-        # On a CPU, symmetric matmuls of large matrices compute only ten of sixteen tiles.
+        # On a CPU, symmetric matmuls of large matrices compute only ten of the sixteen tiles of the result.
         *(("keller", form, m, n, CPU) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -56,7 +56,7 @@ def test_flops_are_those_that_torch_counts(
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # The estimate is not exact, because row blocks may have unequal sizes.
+        # The FLOPs estimate is not exact, because row blocks may have unequal sizes.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
@@ -209,7 +209,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# The deprecation warning comes from torch 2.11 itself.
+# The deprecation warning comes from torch 2.11 itself, not from shardmuon.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo

@@ -1,4 +1,4 @@
-"""Tests of the error of each schedule on five spectra, measured as the distance from the polar factor, and of the
+"""Tests of the error of each schedule on five spectra (measured as the distance from the polar factor), and of the
 rounding error that each method and dtype adds."""
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def _where(spectra: Sequence[tuple[str, int, int]]) -> pytest.MarkDecorator:
 
 @lru_cache
 def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return an fp32 matrix that has one of the spectra, and the singular value decomposition of this matrix in
-    fp64."""
+    """Return an fp32 matrix with one of the tested spectra, and its singular value decomposition in fp64."""
     x = spectrum(*SPECTRA_AND_RANK_1[at]).float()
     return x, *torch.linalg.svd(x.double(), full_matrices=False)
 
 
 @lru_cache
 def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
-    """Return an fp64 matrix that has one of the spectra, its polar factor, and a bound on the error of the computed
+    """Return an fp64 matrix with one of the tested spectra, its polar factor, and a bound on the error of the computed
     polar factor."""
     x = spectrum(*SPECTRA[at])
     return x, polar_factor(x), polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)

@@ -75,7 +75,7 @@ def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     assert [len(schedule("polar_express", steps).triples) for steps in range(4, 9)] == [4, 5, 6, 7, 8]
 
 
-AOL = (  # T. Boissin (2025) designed this schedule for row-scaled input.
+AOL = (  # T. Boissin (2025) designed the following schedule for row-scaled input.
     (4.0098, -7.0585, 2.4635),
     (3.4585, -5.5479, 2.5959),
     (2.7573, -3.2939, 1.4254),
@@ -121,8 +121,8 @@ SOUND = [(name, len(schedule(name).triples)) for name in dict.fromkeys(name for 
 
 @st.composite
 def near_known_ones(draw: st.DrawFn) -> list[tuple[float, float, float]]:
-    """Draw the first steps of a published schedule, with the input of each step rescaled and each coefficient changed
-    by up to 2%."""
+    """Draw the first steps of a published schedule, rescaling the input of each step and changing each coefficient by
+    up to 2%."""
     name, steps = draw(st.sampled_from(SOUND))
     kept = draw(st.integers(1, steps))
     moved = []

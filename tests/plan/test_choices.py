@@ -38,7 +38,7 @@ TABLE = {
     ("llama3-70b", "shard=64 tp=8"): (1.5, 0.856),
     ("kimi-k2", "pp=4 shard=64 ep=64"): (3.5, 3.47),
 }
-# Upper limits on the temporary memory of a step, in GiB, on the rank that needs the most.
+# Upper limits on the temporary memory of a step, in GiB, on the rank that needs the most memory.
 PEAKS = {
     ("llama3-8b", "shard=8"): 1.55,
     ("llama3-8b", "dp=8 shard=8"): 2.25,
@@ -104,8 +104,8 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas may either share the work and exchange results, or each do all of the work. The planner lets them share
-    it even if this takes up to 3% and three inter-node latencies longer, because replicas that receive the same
-    results stay equal."""
+    the work even if sharing takes longer by up to 3% plus three inter-node latencies, because replicas that receive the
+    same results stay equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._NO_GAIN", 0)
@@ -152,8 +152,8 @@ def _machine_of_file(name: str) -> Machine:
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
     """The planner's table of machines must match the hardware files. If ranks run on several machines, the slowest
-    determines the plan. A machine without a hardware file is reported as unknown, and users can pass a `Machine` of
-    their own."""
+    machine determines the plan. A machine without a hardware file is reported as unknown, and users can pass a
+    `Machine` of their own."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")

@@ -33,8 +33,8 @@ LOADED = {
     # Each of 16 ranks owns three of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 9.
     # Assigning matrices in descending order of cost gives one rank 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
-    # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. At
-    # best, the most loaded rank has 4 + 3, which is 7 / 6 of the mean.
+    # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. Even
+    # in the best assignment, the most loaded rank has a cost of 4 + 3, which is 7 / 6 of the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
 }
@@ -92,7 +92,8 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so one rank may be far above the mean.
+    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so the load of one rank may be far
+    # above the mean.
     assert 0 < sent < 20 * mean
 
 

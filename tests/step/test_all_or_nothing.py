@@ -98,7 +98,7 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    # Muon reads parameter names only when it makes a plan. Without a plan, the next call reads the new names.
+    # Muon reads parameter names only when it makes a plan. If there is no plan, the next call reads the new names.
     job.optimizer.binding = None
 
 
@@ -340,7 +340,7 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # A Round maps a rank to the name of the fault on that rank.
+Round = dict[int, str]  # A Round maps each rank that has a fault to the name of the fault.
 # Found holds the class and the message of the exception that a call raised on one rank, and the names of all wrong
 # values: those changed by the call that raised, and those that differ after the next step from an identical job that
 # never made this call.

@@ -266,7 +266,7 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
     assert all(err == "" or code for code, _, err in ended), ended
     assert [code for code, *_ in ended] == [3 if rank == VICTIM and gone else 0 for rank in range(4)]
-    took: list[float] = []  # The time in seconds until each failing rank raised its error.
+    took: list[float] = []  # `took` lists the time in seconds until each failing rank raised its error.
     for rank in range(4):
         if rank == VICTIM and gone:
             continue

@@ -45,7 +45,7 @@ def test_simulated_ranks_have_the_bits_of_the_formula(
     model: list[tuple[ParamLayout, dict[str, Any]]], case: str, policy: Policy, seed: int
 ) -> None:
     """Step a random model on simulated ranks, with random options and a random bucket size. The lr changes in each of
-    three steps, and one gradient is missing in the second. The weights must match those of the dense formula
+    three steps, and one gradient is missing in the second step. The weights must match those of the dense formula
     bitwise."""
     options, dtype, portion = CASES[case]
     torch.manual_seed(seed)

@@ -453,6 +453,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count(ranks, layers=1, **options)
             return
-        # The upper limits on launches are for 12 layers, so a fault that adds launches needs the full model.
+        # The upper limits on launches are for 12 layers, so faults that add launches must be tested on the full model.
         found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

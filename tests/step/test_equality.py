@@ -32,8 +32,8 @@ def _audited(layout: str, **given: Any) -> Comparison:
 
 
 # Each row gives the comparison, the layouts and the options. On several ranks, an owner batches fewer matrices than a
-# single process, so a matrix may be in a different slot of its batch and next to different matrices. Its result must
-# not depend on either.
+# single process, so a matrix may be in a different slot of its batch and next to different matrices. The result for a
+# matrix must depend neither on its slot nor on the other matrices.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
@@ -135,8 +135,8 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `Comparison.with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
-        # the chosen methods.
+        # `Comparison.with_dense` sets method="standard". With method="auto", owners would be assigned based on the
+        # estimated cost of the chosen methods.
     )
     return found.traffic.bytes_sent
 

@@ -161,8 +161,8 @@ class Sequence:
             del self.job.groups[at]
 
     def _concerned(self, *, anew: bool = False) -> bool:
-        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, it always
-        is.
+        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, the subset
+        always contains the only rank.
 
         Pass `anew` for events that create a new optimizer, which must happen on every rank of the "chain" layout. A new
         optimizer has not voted yet, so it finds only the ranks with which it shares parameters directly, and no rank
@@ -182,7 +182,7 @@ class Sequence:
         return {key: value for key, value in known.items() if key not in stale}
 
     def backward(self, missing: bool = False) -> dict[str, Tensor]:
-        """Set the gradients of the job, and return them as full tensors. With `missing`, some parameters get no
+        """Set the gradients of the job, and return them as full tensors. If `missing` is True, some parameters get no
         gradient."""
         self.batch += 1
         form, turned = self.chance.choice(list(FORMS)), self._concerned()
@@ -327,8 +327,8 @@ class Sequence:
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into a new model and a new optimizer, which was constructed with different options than
-        the saved optimizer."""
+        """Load the saved state into a new model and a new optimizer, which was constructed with options that differ
+        from those of the saved optimizer."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
@@ -346,7 +346,7 @@ class Sequence:
             mine["process_group"] = theirs["process_group"]
 
     def swap_tensors(self) -> None:
-        """Replace the tensors in param_groups by new ones, as accelerate does."""
+        """Replace the tensors in param_groups with new ones, as accelerate does."""
         if not self._concerned():
             return
         for group in self.job.groups:

@@ -134,7 +134,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
     """One expert of a stack and one other matrix are zero, and all shards are replicated. Only the first of the four
-    ranks must warn about the zero matrices. Later steps must keep the norms of the first step."""
+    ranks must warn about the zero matrices. Later steps must keep the weight norms stored in the first step."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
@@ -162,7 +162,7 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
-    # The first step must keep the loaded norms, as it computes norms only if none were loaded.
+    # The first step must keep the loaded norms, because a step computes norms only if none are stored.
     ranks.step([torch.randn(view.shape)], [group])
     assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
 

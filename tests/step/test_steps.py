@@ -84,7 +84,7 @@ def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:
 
 
 def test_fp64_parameters_of_some_ranks_leave_the_wires_of_others_alone(world3: RankPool) -> None:
-    """An exchange must not use fp64 if only parameters of other buckets require it."""
+    """The exchange of a bucket must not use fp64 if only parameters in other buckets require it."""
     found = world3.run(_doubles_on_two_of_three)
     assert [equal for equal, _ in found] == [True] * 3
     assert found[0][1] == found[1][1]

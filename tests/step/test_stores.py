@@ -117,7 +117,8 @@ ON_DEVICE: dict[str, Case] = {
     ),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
-    # With weights on the device, NorMuon is left out, because simulated ranks keep its state on the CPU.
+    # NorMuon is left out of the tests with weights on the device, because simulated ranks keep NorMuon's state on the
+    # CPU.
     "normuon": Case(options={"variant": "normuon"}),
 }
 WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsdp crossed", "flat"], 2)

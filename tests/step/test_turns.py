@@ -1,4 +1,5 @@
-"""Tests that the order in which ranks process their buckets never deadlocks, even with overlapping rank sets."""
+"""Tests that the order in which ranks process their buckets never deadlocks, even if buckets have overlapping sets of
+ranks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply a post-processing stage (NorMuon, ..) to a batch of matrices as a step does."""
+    """Apply a post-processing stage (such as NorMuon) to a batch of matrices in the same way as an optimizer step."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -123,5 +123,5 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    # A matrix of a single row need not change, because some variants leave it as it is.
+    # A matrix of a single row need not change, because some variants leave single-row matrices as they are.
     assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

@@ -18,8 +18,8 @@ from shardmuon.testing.pool import RankPool
 
 
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
-    """Compare two steps (three on 3 ranks) with a single-process run. The first step creates state, and the later steps
-    use it."""
+    """Compare two steps (three on 3 ranks) with a single-process run. The first step creates the variant's state, and
+    the later steps use this state."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
     found = Comparison.with_dense(layout, variant=variant, steps=steps, **given, **of_params)
