@@ -99,8 +99,8 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """Post-processing stages (NorMuon, ..) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, a rank must send all
-    the results that it relays as one block, and must receive relayed results as one block. Gradients, and results
+    """Post-processing stages (such as NorMuon) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, a rank must send
+    all the results that it relays as one block, and must receive relayed results as one block. Gradients, and results
     without state, are exchanged only within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())

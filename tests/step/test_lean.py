@@ -76,8 +76,8 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
-    # Each matrix may add at most 28 function calls to a step. Of these, 16 are overhead. The others belong to matmuls,
-    # which take some 500 calls per batch of 64 matrices.
+    # Each matrix may add at most 28 function calls to a step. Of these, 16 are overhead. The other calls belong to
+    # matmuls, which take some 500 calls per batch of 64 matrices.
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
@@ -132,7 +132,8 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
 
 
 def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
-    """Each step must use the current storages of weights, gradients and momentum, not those of an earlier step."""
+    """Each step must use the current storages of weights, gradients and momentum, even if they have been replaced since
+    the previous step."""
     optimizer = _optimizer([(8, 16)] * 3)
     p, plan = optimizer.param_groups[0]["params"][1], optimizer.plan
     for shape, dtype in (((8, 16), torch.float32), ((8, 16), torch.bfloat16), ((4, 16), torch.bfloat16)):

@@ -50,7 +50,7 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Return parameter groups over overlapping rank sets: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
+    """Return parameter groups over overlapping sets of ranks: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
 
     Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1, while rank 3 has no bucket.
     """
@@ -124,8 +124,8 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
 
 
 def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
-    """As in torch.optim.Muon, a parameter without a gradient is skipped, and a parameter with a gradient is stepped
-    even if requires_grad is False."""
+    """A parameter without a gradient is skipped, and a parameter with a gradient is updated even if requires_grad is
+    False, as in torch.optim.Muon."""
     groups = [{"params": [Spec("a", (9, 7)), Spec("b", (6, 10))]}]
     mine, theirs = Job(groups, lr=0.1, method="torch"), Job(groups)
     torchs = torch.optim.Muon(list(theirs.specs), lr=0.1)

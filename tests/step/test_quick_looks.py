@@ -156,7 +156,7 @@ def test_a_glance_finds_what_a_closer_look_finds(
 
 def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A foreach operation on tensors of two accelerators would put all results on the first one, so validation must
-    distinguish devices. The device "meta" stands in for a second accelerator."""
+    detect that the devices differ. The device "meta" stands in for a second accelerator."""
     params = [nn.Parameter(torch.ones(6, 8, device=device)) for device in ("cpu", "meta")]
     optimizer = Muon(params, lr=0.1)
     optimizer.prepare()

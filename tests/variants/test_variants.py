@@ -1,4 +1,5 @@
-"""Tests of Muon's variants: post-processing stages (NorMuon, ..) against fp64 formulas, options, plans, and state."""
+"""Tests of Muon's variants: post-processing stages (such as NorMuon) against fp64 formulas, options, plans, and
+state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of variants on every layout: the update and the state of post-processing stages (NorMuon, ..) match a
+"""Tests of variants on every layout: the update and the state of post-processing stages (such as NorMuon) match a
 single-process run bitwise."""
 
 from __future__ import annotations
