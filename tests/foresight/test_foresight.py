@@ -1,4 +1,5 @@
-"""Tests that plans computed without ranks match real jobs exactly in the numbers of matrices, bytes and collectives."""
+"""Tests that plans computed without starting any ranks have exactly the same numbers of matrices, bytes and collectives
+as real jobs."""
 
 from __future__ import annotations
 
@@ -27,28 +28,28 @@ from shardmuon.testing.pool import RankPool
 
 @pytest.mark.parametrize(("world", "layout"), [(world, name) for world, names in ROWS.items() for name in names])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(world: int, layout: str) -> None:
-    """The numbers of exchanges, bytes and messages in a rank's plan must equal the numbers that the rank counts while
-    it runs the steps."""
+    """The numbers of exchanges, bytes and messages in a rank's plan must equal the numbers counted on that rank while
+    it takes the steps."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about[0] for one in found])
     assert all(plan.messages == sent for plan, sent in (one.about for one in found))
-    if layout == "hsdp" and world == 4:  # With two replicas, each bucket needs three exchanges.
+    if layout == "hsdp" and world == 4:  # If there are two replicas, each bucket needs three exchanges.
         assert all(one.traffic.exchanges % 3 == 0 < one.traffic.exchanges for one in found)
 
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned
 
 FEW = SPARSE | {"num_experts": 2}
-# With these sizes, some rows have one block of 8-bit momentum and some have two.
+# The matrix sizes are chosen so that some rows have one block of 8-bit momentum and others have two.
 BLOCKS = decoder(97, 150, 1, 5, 1, 30, 81)
-# The size of a bucket, `bucket_bytes`, is measured in the dtype that is sent, which is bf16 for bf16 matmuls.
+# The bucket size `bucket_bytes` is measured in the dtype in which data is sent, which is bf16 if matmuls are in bf16.
 AUTO: dict[str, Any] = {"bucket_bytes": 20_000}
 OPTIONS: dict[str, Any] = {"method": "standard", "ns_dtype": torch.float32, **AUTO}
 
 
 def _live_model(config: dict[str, Any], mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model, sharded by torch's own functions as in a user's script, and the options of `Muon` that this
-    sharding needs."""
+    """Return the model, sharded by torch's own functions as in a user's script, and the `Muon` options needed for this
+    sharding."""
     torch.manual_seed(0)
     model: Any = build(config).to_empty(device="cpu")
     for p in model.parameters():

@@ -1,5 +1,5 @@
-"""Tests of models and meshes planned without ranks: parameter totals, shapes read from files, refused models, and
-planning time."""
+"""Tests that models and meshes can be planned without starting any ranks: parameter totals, shapes read from files,
+errors for unsupported models, and planning time."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _tied() -> nn.Module:
     ],
 )
 def test_what_works_on_a_token_is_all_but_tables_and_unknown_of_experts(model: nn.Module, expected: int) -> None:
-    """Embedding tables are not active parameters, but an embedding whose weight is also the output head counts once.
-    With routed experts, the number is unknown and therefore 0."""
+    """The number of active parameters excludes embedding tables, but an embedding whose weight is also the output head
+    counts once. For models with routed experts, the number is unknown and therefore reported as 0."""
     assert load_model(model)[3] == expected
 
 
@@ -107,9 +107,9 @@ def test_layers_are_told_from_their_experts() -> None:
 
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
-    """With the mesh "shard=64 ep=8", each rank of DeepSeek-V3 stores 4 experts of 3 matrices in each of 58 layers. At
-    least 95% of these matrices are updated without communication, in at most 17 buckets instead of 348 small ones.
-    The batches of a bucket take at most 1/32 of the memory of the rank's momentum."""
+    """Each rank of DeepSeek-V3 on the mesh "shard=64 ep=8" stores 4 experts of 3 matrices in each of 58 layers with
+    experts. At least 95% of these matrices are updated without communication, in at most 17 buckets instead of 348
+    small ones. The batches of a bucket take at most 1/32 as much memory as the rank's momentum."""
     for c in Exact.of_job("deepseek-v3", "shard=64 ep=8").classes:
         local = [bucket for bucket in c.buckets if bucket.route == "local"]
         assert len(local) <= 17 and not any(side.bytes for bucket in local for side in bucket.sent)
@@ -120,8 +120,8 @@ def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
 
 
 def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
-    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements become
-    24, six per rank."""
+    """DeepSpeed pads a flat buffer to a multiple of two elements per rank for NCCL. On four ranks, 17 elements are
+    padded to 24, which is six per rank."""
     (ranks,) = Exact.of_job(nn.Sequential(nn.Linear(17, 1, bias=False)), "dp=4", engine="zero").classes
     assert (ranks.count, ranks.stored.weights, ranks.stored.masters) == (4, 4 * 24, 4 * 6)
 
@@ -131,14 +131,14 @@ def test_a_flat_of_zero_is_padded_to_two_elements_a_rank() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    # `seconds` is the goal for the planning time on one core. The measured times were 1.1 and 7.3 seconds.
+    # `seconds` is the target for the planning time on one core. In measurements, planning took 1.1 and 7.3 seconds.
     ("model", "mesh", "seconds"),
     [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:
     start = time.process_time()
     exact = Exact.of_job(model, mesh)
-    # The limit is twice the goal, because other work on the machine slows planning down through the shared caches.
+    # The limit is twice the target, because other work on the machine slows planning down through the shared caches.
     assert time.process_time() - start < 2 * seconds
     assert sum(c.count for c in exact.classes) == exact.world
     assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params

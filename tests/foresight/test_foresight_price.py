@@ -1,5 +1,5 @@
-"""Tests of predicted step times: the tables of measurements from which times are interpolated, the hardware files, and
-the intervals of the predictions."""
+"""Tests of predicted step times: the measurement tables from which times are interpolated, the hardware files, and the
+prediction intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SHIPPED = Hardware.load("h100")
 
 
 def _known(rows: dict[float, Sequence[Sequence[float]]], slope: float = 0.0, verified: bool = True) -> Any:
-    """Return a table of a hardware file. `rows` maps an aspect ratio to rows (size, low, middle, high)."""
+    """Return a table like those in a hardware file. `rows` maps each aspect ratio to its rows (size, low, middle,
+    high)."""
     return replace(SHIPPED["link"], source="made for tests", verified=verified, rows=rows, slope=slope)  # type: ignore[type-var]
 
 
@@ -52,7 +53,7 @@ SURFACE = _known({1.0: [(10, 1.0, 1.0, 1.0)], 4.0: [(10, 16.0, 16.0, 16.0)]})
         (RATE, (1_000,), (2.0, 2.0, 2.0), True),
         (TIME, (1_000,), (20.0, 20.0, 20.0), True),
         (RATE, (1,), (1.0, 1.0, 1.0), True),
-        # Below the smallest measured size, a time is pure latency and therefore constant.
+        # Below the smallest measured size, the predicted time is pure latency and therefore constant.
         (TIME, (1,), (1.0, 1.0, 1.0), False),
         # A table with several aspect ratios is interpolated over sizes first, then over aspect ratios.
         (SURFACE, (10, 2.0), (4.0, 4.0, 4.0), False),
@@ -76,8 +77,8 @@ def test_every_shipped_file_gives_a_source_for_every_number(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
     assert all(len(one.source) > 8 for one in hardware.numbers.values())
-    # Every hardware file has numbers that were derived or taken from second-hand sources, and these must be marked as
-    # not verified.
+    # Every hardware file contains numbers that were derived or taken from second-hand sources. These numbers must be
+    # marked as unverified.
     assert not all(one.verified for one in hardware.numbers.values())
 
 
@@ -132,8 +133,8 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
-    """A partly filled batch is padded with zeros, so it must take the time of a full batch. A batch of tiny matrices
-    must take the launch latency of its kernels."""
+    """A partly filled batch is padded with zeros, so its predicted time must be that of a full batch. The predicted
+    time of a batch of tiny matrices must be the launch latency of its kernels."""
     machine, size = Hardware.load("h100"), batch_size(256, 256, torch.device("cuda"))
 
     def of(num: int, side: int = 256, flops: int = 10**11) -> Time:
@@ -158,7 +159,7 @@ def test_an_exchange_is_as_slow_as_the_slower_way() -> None:
     assert on_wire(machine, 16, 10**9, 10**9) == Time(0.1, 0.1, 0.1)
     assert on_wire(few, 16, 0, 10**9).mid == 0.4
     assert on_wire(machine, 1, 0, 0) == Time(0, 0, 0)
-    # The lower end of a predicted interval uses the highest rate and the lowest latency.
+    # The lower end of a predicted time interval is computed from the highest rate and the lowest latency.
     unsure = {"link_efficiency": _table([(1.0, 0.5, 0.8, 1.0)]), "latency_inside": _table([(1.0, 1e-5, 2e-5, 4e-5)])}
     unsure_machine = _but("", unsure)
     assert on_wire(unsure_machine, 8, 10**9, 0) == Time(0.01, 0.0125, 0.02)
@@ -181,7 +182,7 @@ def test_what_was_measured_is_read_and_other_sizes_are_said_to_be_beyond() -> No
     assert rates.slowdown(2).tolist() == [1.5] * 3 and not rates.extrapolated
     rates.exchange(8, 1_000, 0, 7, False)
     rates.exchange(4, 2_000_000, 0, 3, False)
-    # Beyond the largest measured number of ranks, the slowdown grows in proportion to the number of ranks.
+    # Beyond the largest number of ranks measured, the slowdown is assumed to grow in proportion to the number of ranks.
     assert rates.slowdown(4).tolist() == [3.0] * 3
     assert len(rates.extrapolated) == 3
 
@@ -221,7 +222,8 @@ def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
     (rank,) = exact.classes
     exact = replace(exact, classes=(rank, replace(rank, ranks=(4,), adamw_elements=2_000)))
     found = Price.of(exact, machine).adamw
-    # For each element, AdamW reads p, g, m and v, and writes p, m and v, all in fp32.
+    # For each element, AdamW reads the parameter p, the gradient g and the moments m and v, and writes p, m and v, all
+    # in fp32.
     seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12
     for value in found:
         assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
@@ -236,7 +238,7 @@ def _exactly(value: float) -> Any:
 
 
 def _machine(certain: bool = False) -> Hardware:
-    """Return the hardware numbers of a machine with round values: 1e14 FLOP/s, and 1e12, 1e11 and 1e10 bytes/s for
+    """Return the hardware numbers of a simple machine: 1e14 FLOP/s for matmuls, and 1e12, 1e11 and 1e10 bytes/s for
     memory, links and NICs."""
     share = (0.5, 0.5) if certain else (0.2, 0.8)
     values = {
@@ -268,14 +270,14 @@ def _machine(certain: bool = False) -> Hardware:
 
 def _but(without: str, given: dict[str, Any]) -> Hardware:
     """Return the hardware of `_machine` with the numbers in `given` added or replaced. Numbers whose name contains the
-    word `without` are left out; for example, without="peak" leaves out every peak rate."""
+    word given as `without` are left out; for example, without="peak" leaves out every peak rate."""
     machine = _machine()
     kept = {name: known for name, known in machine.numbers.items() if without not in name.split()}
     return replace(machine, numbers={**kept, **given})
 
 
 def _exact(rows: int = 1024) -> Exact:
-    """Return the counts of a job in which four ranks share eight matrices of `rows` x 4096 and a vector of 4,000
+    """Return the exact counts for a job in which four ranks share eight matrices of `rows` x 4096 and a vector of 4,000
     elements."""
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(*(nn.Linear(4096, rows, bias=False) for _ in range(8)), nn.RMSNorm(4000))

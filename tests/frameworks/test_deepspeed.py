@@ -1,5 +1,6 @@
-"""Tests with the real DeepSpeed ZeRO package on CPUs: matrix updates from flat partitions that may split a matrix
-anywhere, refusals, checkpoints, audits, and faults on one rank. The dense reference is in deepspeed_job.py."""
+"""Tests with the real DeepSpeed ZeRO package on CPUs: updates of matrices that the flat partitions split at arbitrary
+elements, errors for unsupported cases, checkpoints, audits, and faults on one rank. The dense reference is in
+deepspeed_job.py."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ def _stepped(case: Case) -> float:
                 mine["lr"] = theirs["lr"] if "scheduler" in case.config else mine["lr"]
             job.step(number)
         job.check()
-        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, a matrix of a single row
-        # moves by at least 0.0136, because the norm of its update is at least 0.68.
+        # The comparison is only meaningful if the reference weights have moved. With lr 0.02, a single-row matrix moves
+        # by at least 0.0136, because its update has a norm of at least 0.68.
         assert min(float((job.dense.get_parameter(n) - job.start[n]).norm()) for n in MUON) > 0.013
         assert ("scheduler" in case.config) == (job.optimizer.param_groups[0]["lr"] != case.groups[0][1]["lr"])
         if case.clip:
@@ -103,7 +104,7 @@ def _stepped(case: Case) -> float:
 
 def _check_straddling(job: Job) -> None:
     """Check that the matrix "b" is split over both ranks, and that both ranks have the same plans, which list every
-    matrix. DeepSpeed's function for reading optimizer state must return the momentum of the dense reference."""
+    matrix. DeepSpeed's function for reading optimizer state must return the same momentum as the dense reference."""
     ranks: list[Any] = [None] * 2
     held = {n for known in job.host._flats.values() for n, part, _ in known.parts if part.numel}
     dist.all_gather_object(ranks, (held, "\n".join(map(str, job.optimizer.plans))))
@@ -120,8 +121,8 @@ def _check_straddling(job: Job) -> None:
 def test_flat_partitions_get_the_dense_update_at_every_setting(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case
 ) -> None:
-    """In each step, the ranks together must orthogonalize each matrix once. At stage 0, ranks do not share the work, so
-    each rank must orthogonalize every matrix."""
+    """The ranks together must orthogonalize each matrix exactly once per step. With ZeRO stage 0, ranks do not share
+    the work, so each rank must orthogonalize every matrix."""
     assert sum(deepspeed_pools[world].run(_stepped, case)) == (RUNS * world if case.stage == 0 else RUNS)
 
 
@@ -137,7 +138,7 @@ def _marked_on_one_rank(net: Any) -> None:
 
 
 def _replaced(net: Any) -> None:
-    """Replace a layer's weight by a new parameter that has only some of its rows, as AutoTP does when it shards a
+    """Replace a layer's weight with a new parameter that has only some of its rows, as AutoTP does when it shards a
     layer."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
@@ -185,8 +186,7 @@ def test_what_may_be_a_part_of_a_matrix_or_cannot_be_exact_is_refused_on_all(
 
 def _resumed(case: Case, folder: str, lost: bool = False) -> None:
     """Run four audited steps and save a checkpoint after the second. A second job loads the checkpoint, repeats the
-    last two steps, and must end with the same weights. If `lost` is True, the state of NorMuon is deleted after
-    loading."""
+    last two steps, and must end with the same weights. If `lost` is True, NorMuon's state is deleted after loading."""
     options = {"audit_every": 1, "variant": "normuon", **FP32}
     with started(case, **options) as job:
         for number in range(4):
@@ -221,7 +221,7 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
 def test_a_checkpoint_resumes_bit_for_bit_with_every_step_audited(
     deepspeed_pools: dict[int, RankPool], world: int, case: Case, tmp_path: Path
 ) -> None:
-    """The test uses NorMuon to check that the checkpoint also contains the second moment."""
+    """The test uses NorMuon, to check that the checkpoint contains NorMuon's second moment as well as the momentum."""
     deepspeed_pools[world].run(_resumed, case, str(tmp_path))
 
 
@@ -234,7 +234,7 @@ Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]
 
 
 def _save(case: Case, folder: str, variant: str | None) -> Saved:
-    """Train two steps, save a checkpoint, and convert it to DeepSpeed's universal format. Returns the dense model's
+    """Train two steps, save a checkpoint, and convert it to DeepSpeed's universal format. Return the dense model's
     weights and state."""
     with started(case, variant=variant) as job:
         for number in range(2):
@@ -254,11 +254,12 @@ def _save(case: Case, folder: str, variant: str | None) -> Saved:
 
 
 def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
-    """Load a universal checkpoint and take two more steps. Weights and state must match the dense steps bitwise, and
-    each group must keep its own options and step counts."""
+    """Load a universal checkpoint and take two more steps. Weights and state must match those of the dense reference
+    bitwise, and each group must keep its own options and step counts."""
     with started(replace(case, config={"checkpoint": {"load_universal": True}}), variant=variant) as job:
         if variant:
-            job.step(5)  # This extra step creates variant state that loading must discard.
+            # This extra step creates optimizer state for a variant. Loading the checkpoint must discard this state.
+            job.step(5)
         job.engine.load_checkpoint(folder, tag="universal", load_module_strict=False)
         job.step_dense(7)
         for name, (weight, state) in saved.items():
@@ -276,8 +277,8 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> None:
         assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept), "flats share state"
 
 
-# On loading, DeepSpeed matches parameter groups by their order, and at stage 3 it gives the first group's options to
-# all groups. TURNED begins with an AdamW group, to check that each group still gets its own options.
+# On loading, DeepSpeed matches parameter groups by their order, and with ZeRO stage 3, it gives the first group's
+# options to all groups. TURNED begins with an AdamW group, to check that each group still gets its own options.
 TURNED = [*JOINED[2:], *JOINED[:2]]
 
 
@@ -303,7 +304,7 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks_and_every_groups_own_op
 
 @contextmanager
 def _heard() -> Iterator[list[Finding]]:
-    """Collect audit findings in a list instead of raising an AuditError, so that a step continues with the remaining
+    """Collect audit findings in a list instead of raising an AuditError, so that the step goes on to the remaining
     parameter groups."""
     found: list[Finding] = []
     with mock.patch.object(AuditSchedule, "deliver", lambda schedule, report: found.extend(report.findings)):
@@ -320,7 +321,8 @@ def _audited(stage: int) -> None:
         for number, plant in enumerate((nullcontext, _halved)):
             with _heard() as found, plant():
                 job.train(number)
-            # The matrix "tiny" has only two elements, so the audit may report a different fault for its halved update.
+            # The matrix "tiny" has only two elements. When its update is halved, the audit may therefore report a
+            # different fault for it.
             names = {finding.name for finding in found if finding.where != "tiny"}
             assert bool(names) == number and names <= {"clipped_update", "scale_wrong", "update_differs"}
         known = next(iter(job.host._flats.values()))
@@ -347,8 +349,8 @@ def test_audits_see_whole_matrices_through_partitions_and_weights_that_are_elsew
 
 def _unlike_model(stage: int, written: bool) -> None:
     """Make the model's weights differ from the fp32 master weights. If `written` is True, a weight of the model is
-    changed on rank 1 only. Otherwise, the master weights are changed. The next step must raise an error, until the
-    user follows the advice in the error message."""
+    changed on rank 1 only. Otherwise, the master weights are changed. Steps must then raise an error until the user
+    follows the advice in the error message."""
     with started(Case(stage)) as job:
         import deepspeed
 
@@ -409,8 +411,8 @@ def _without_a_group(job: Job, saved: Any) -> None:
 
 
 def _in_loading(job: Job, folder: str) -> str:
-    """Load a checkpoint in which rank 1's file lacks a parameter group, and return the error. Afterwards, restore the
-    complete file."""
+    """Load a checkpoint in which rank 1's file lacks a parameter group, and return the error. Afterwards, put the
+    complete file back."""
     path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
     whole = path.read_bytes()
     if dist.get_rank() == 1:
@@ -434,7 +436,8 @@ def _broken(stage: int, options: dict[str, Any], fail: Callable[[Job, str], str]
         assert job.said(2).startswith(refused) and job.said(3).startswith(refused)
         assert time.monotonic() - began < PROMPT and len(job.optimizer.param_groups) == len(GROUPS)
         job.engine.load_checkpoint(folder, tag="here")
-        job.engine.optimizer.zero_grad()  # DeepSpeed still has the gradients of the refused step, so drop them.
+        # DeepSpeed still has the gradients of the step that raised an error, so discard them.
+        job.engine.optimizer.zero_grad()
         job.step(1)
         job.check(MUON)
 
@@ -471,8 +474,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
         if dist.get_rank() == 1:
             saved = torch.load(job.engine._get_zero_ckpt_name(folder, "here"), weights_only=False)
             every = [saved["optimizer_state_dict"]] * 2
-            # At stage 3, `load_state_dict` shards small parameters again, which is a collective operation. Rank 1 can
-            # therefore load the state alone only below stage 3.
+            # With ZeRO stage 3, `load_state_dict` shards small parameters again, which is a collective operation. Rank
+            # 1 can therefore load the state alone only below stage 3.
             if stage < 3:
                 job.engine.optimizer.load_state_dict(every)
             _without_a_group(job, every[0])
@@ -485,8 +488,8 @@ def _loaded_by_hand(stage: int, folder: str) -> None:
 def test_state_that_one_rank_loads_by_itself_or_refuses_leaves_all_in_step(
     two: RankPool, stage: int, tmp_path: Path
 ) -> None:
-    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on one rank alone.
-    Whether or not this load succeeds, the next step must match the dense reference on all ranks."""
+    """Unlike the engine's `load_checkpoint`, `load_state_dict` of DeepSpeed's optimizer can run on a single rank.
+    Regardless of whether this load succeeds, the next step must match the dense reference on all ranks."""
     two.run(_loaded_by_hand, stage, str(tmp_path))
 
 
@@ -508,8 +511,8 @@ OF_ONE_RANK = [
 
 
 def _faults_on_one_rank(stage: int) -> None:
-    """On rank 1, plant invalid options, then momentum of a wrong shape, then an exception in each function that runs
-    before the first collective. All ranks must raise before anything changes."""
+    """On rank 1, plant invalid options, then momentum of the wrong shape, then an exception in each function that runs
+    before the first collective. For each of these faults, all ranks must raise an error before anything changes."""
     with started(Case(stage)) as job:
         job.step(0)
         for words, plant in OF_ONE_RANK:
@@ -520,7 +523,7 @@ def _faults_on_one_rank(stage: int) -> None:
         numbers, original, host = itertools.count(1), job.optimizer.step, job.host
 
         def step(*args: Any, **options: Any) -> Any:
-            # Empty `_flats`, as loading state does, so that the step repeats all of its preparations.
+            # Clear `_flats`, as loading a checkpoint does, so that the step repeats all of its preparations.
             if host._num_stepped in (0, len(host._flats)):
                 vars(host).update(_flats={}, _unchecked=True, _num_stepped=0)
             return original(*args, **options)
@@ -529,7 +532,7 @@ def _faults_on_one_rank(stage: int) -> None:
         known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
         assert {"_attach", "_begin", "_slices_of", "_make_shard", "_differs_from_model", "_refuse_options"} <= {*known}
         assert passed == []
-        job.check()  # `check` passes only if the refused steps changed nothing.
+        job.check()  # `check` passes only if the steps that raised an error changed nothing.
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,4 +1,4 @@
-"""Tests that unsupported DeepSpeed versions and settings are refused before anything is partitioned."""
+"""Tests that unsupported DeepSpeed versions and settings raise an error before any parameter is partitioned."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _zero_3(kind: str = "DeepSpeedZeroOptimizer_Stage3", **settings: Any) -> dic
 @pytest.mark.parametrize(
     ("marks", "words"),
     [
-        # DeepSpeed sets `use_muon` on parameters if the "optimizer" entry of its configuration names DeepSpeed's own
-        # Muon, which then updates these parameters.
+        # DeepSpeed sets `use_muon` on parameters if the "optimizer" section of its configuration selects DeepSpeed's
+        # own Muon, which then updates these parameters.
         ({"_hp_mapping": object(), "use_muon": True}, 'Take "optimizer" out of the configuration'),
         (_zero_3("MiCS_Optimizer"), r"MiCS_Optimizer \(MiCS, ZenFlow\) is not supported"),
         (_zero_3(zero_hpz_partition_size=2), r"zero_hpz_partition_size=2 of ZeRO 3 .* leave it out"),

@@ -1,7 +1,7 @@
-"""Tests of NVMe offload at ZeRO 3 with real swap files and the real DeepSpeed package.
+"""Tests of NVMe offloading with ZeRO stage 3, using real swap files and the real DeepSpeed package.
 
 The tests that swap need DeepSpeed's async_io extension, which `make nvme` compiles within minutes. The other tests
-cover refusals and run everywhere.
+check that unsupported settings raise errors, and run everywhere.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ swaps = pytest.mark.skipif(
 )
 MIB = 2**20
 
-# The sub-groups are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" has exactly 1 MiB,
-# the smallest size that is swapped. c, v, w and heads stay in memory. e is too small to be swapped by itself, but its
-# sub-group is swapped.
+# The sub-groups are (a, b), (c), (d, e), (emb), (v, w) and (heads). On two ranks, the shard of "a" is exactly 1 MiB,
+# the smallest size that is swapped. The parameters c, v, w and heads stay in memory. The parameter e is too small to be
+# swapped by itself, but its sub-group is swapped.
 SHAPES: Shapes = {
     "a": (512, 1024),
     "b": (700, 768),
@@ -64,8 +64,8 @@ def nvme(
     groups: Groups = GROUPS,
     **options: Any,
 ) -> Case:
-    """Return a case with ZeRO 3 and swap files in `folder`. `offload` and `zero` add settings to DeepSpeed's
-    `offload_optimizer` and `zero_optimization`."""
+    """Return a case with ZeRO stage 3 and swap files in `folder`. `offload` and `zero` add settings to DeepSpeed's
+    `offload_optimizer` and `zero_optimization` sections."""
     device = {"device": "nvme", "nvme_path": str(folder), **(offload or {})}
     settings = {"offload_optimizer": device, "sub_group_size": 600_000, **(zero or {})}
     return Case(3, zero=settings, shapes=shapes, groups=groups, **options)
@@ -125,8 +125,8 @@ def _save(case: Case, folder: str, later: int) -> dict[str, Tensor]:
 
 
 def _resume(case: Case, folder: str, expected: dict[str, Tensor], before: int) -> None:
-    """Train `before` steps on other data and load the checkpoint. The next steps must be bitwise identical to those of
-    the job that saved it."""
+    """Train `before` steps on different data, then load the checkpoint. The steps after loading must be bitwise
+    identical to those of the job that saved the checkpoint."""
     with started(case) as job:
         for number in range(before):
             job.train(100 + number)
@@ -143,7 +143,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
     with RankPool(2, timeout=200.0) as first:
         expected = first.run(_save, nvme(tmp_path / "swap"), saved, 5)[0]
     arguments = nvme(tmp_path / "other"), saved, expected
-    for before in (0, 2):  # With `before` = 2, the optimizer already has state when it loads the checkpoint.
+    for before in (0, 2):  # If `before` is 2, the optimizer already has state when it loads the checkpoint.
         with RankPool(2, timeout=200.0) as fresh:
             fresh.run(_resume, *arguments, before)
             if before:
@@ -152,8 +152,8 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> None:
-    """Check that a step after DeepSpeed's own `load_checkpoint` is refused, and that a new job in the same swap folder
-    can train and save."""
+    """Check that a step raises an error after DeepSpeed's own `load_checkpoint`, and that a new job in the same swap
+    folder can train and save."""
     with started(case) as job:
         job.engine.load_checkpoint(folder, tag="here")
         before = job.masters()

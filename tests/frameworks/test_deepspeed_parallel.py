@@ -1,4 +1,4 @@
-"""Tests of DeepSpeed's model parallelism: pipeline stages and AutoTP shards.
+"""Tests of DeepSpeed's model parallelism: pipeline parallelism and tensor parallelism with AutoTP.
 
 With momentum 0.5, the momentum buffer after the first step is exactly half the gradient that reached the optimizer, so
 tests read the gradient from it.
@@ -41,8 +41,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
-    """Check one step in a two-stage pipeline against the dense update. Returns the stage, its number of matrices, the
-    number of matrices orthogonalized on this rank, and the losses."""
+    """Check one step in a two-stage pipeline against the dense update. Return the index of this rank's pipeline stage,
+    the number of matrices in the stage, the number of matrices orthogonalized on this rank, and the losses."""
     with quiet() as deepspeed:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(*sizes), nn.ReLU()) for sizes in SIZES]
@@ -73,8 +73,8 @@ def _in_stages(zero: int, dtype: str) -> tuple[int, int, int, list[float]]:
 def test_every_stage_steps_its_matrices_as_one_process_would(
     deepspeed_pools: dict[int, RankPool], zero: int, dtype: str, runs: int
 ) -> None:
-    """The pipeline has two stages of two data-parallel ranks each. With ZeRO 0, both ranks of a stage must
-    orthogonalize all of its matrices. With ZeRO 1, only one of them must orthogonalize each matrix."""
+    """The pipeline has two stages of two data-parallel ranks each. With ZeRO stage 0, both ranks of a pipeline stage
+    must orthogonalize all of its matrices. With ZeRO stage 1, only one of them must orthogonalize each matrix."""
     found = deepspeed_pools[4].run(_in_stages, zero, dtype)
     ran = {(stage, num): sum(ran for at, _, ran, _ in found if at == stage) for stage, num, *_ in found}
     assert sorted((num, total) for (_, num), total in ran.items()) == [(1, runs), (2, 2 * runs)]
@@ -84,8 +84,7 @@ def test_every_stage_steps_its_matrices_as_one_process_would(
 
 # ------------------------------------------------------------------------------------------------- AutoTP
 
-# Each key is the name of a layer and of its kind of tensor parallelism. Each value is the partition_dim of the layer's
-# weight.
+# Each key names both a layer and its type of tensor parallelism. Each value is the partition_dim of the layer's weight.
 CUTS = {"column": 0, "row": 1}
 PARTS = {
     "autotp_size": 2,

@@ -1,5 +1,5 @@
 """Tests of the demo `examples/train.py`: training runs give the same result on every layout, the demo's bitwise check
-against a single process finds wrong steps, and held-out files and the command line work."""
+against a single process finds wrong steps, and evaluation on held-out files and the command line work."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def mesh_of(layout: str) -> DeviceMesh | None:
 
 
 def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
-    """Run the forward and backward passes of the parallelized model on the first batch. Returns the model with its
-    gradients, and the loss of this rank's rows of the batch. The head gets nonzero weights, because a zero head
-    would pass no gradient to the layers."""
+    """Run the forward and backward passes of the parallelized model on the first batch. Return the model with its
+    gradients, and the loss on this rank's rows of the batch. The head gets nonzero weights, because a zero head would
+    pass no gradient to the layers."""
     model = train.Model(TINY)
     model.head.weight.data = 0.1 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(0))
     cut = train.parallelize(model, mesh)
@@ -57,7 +57,7 @@ def cut_model(mesh: DeviceMesh | None) -> tuple[torch.nn.Module, Tensor]:
 
 
 def batch_and_run(layout: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the full gradients and the loss of the first batch, and the report of a complete training run."""
+    """Return the full gradients and the loss for the first batch, and the report of a complete training run."""
     mesh = mesh_of(layout)
     model, loss = cut_model(mesh)
     batch = {name.removeprefix("module."): train.whole(p.grad) for name, p in model.named_parameters()}
@@ -95,7 +95,7 @@ def test_training_is_that_of_one_process_in_every_layout(layout: str, ranks: int
 
 
 def proof_of_a_spoiled_step(layout: str, matrix: int, ranks: tuple[int, ...], value: float) -> tuple[bool, bool]:
-    """Run the demo's bitwise check. After the checked step, the given ranks overwrite one element of a matrix. Returns
+    """Run the demo's bitwise check. After the checked step, the given ranks overwrite one element of a matrix. Return
     whether the check finds the step equal to that of a single process, and whether it finds all replicas equal."""
     model, _ = cut_model(mesh_of(layout))
     optimizer = train.build_muon(model, TINY.lr, TINY.weight_decay)

@@ -1,5 +1,5 @@
-"""Tests of predictions for ZeRO jobs: the digests, traffic and stored bytes that are predicted without starting ranks
-must equal those of running jobs."""
+"""Tests of predictions for ZeRO jobs: the digests, traffic and stored bytes predicted without starting ranks must equal
+those of real jobs."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ def _live_zero(config: dict[str, Any], number: int, weights: torch.dtype) -> dic
 
 
 def _is_zero(second: Tensor) -> bool:
-    """Return whether the tensor is a single element that is expanded to a larger shape. With DeepSpeed, shardmuon
-    stores such a zero as the second moment of Muon's matrices, which need none."""
+    """Return whether the tensor stores a single element that is expanded to the tensor's shape. With DeepSpeed,
+    shardmuon stores such a zero tensor as the second moment of Muon's matrices, for which no second moment is
+    needed."""
     return second.untyped_storage().nbytes() == second.element_size()
 
 

@@ -1,4 +1,5 @@
-"""Tests of FSDP1: equality with a single process, state dicts, gradient clipping, audits, and refusals."""
+"""Tests of FSDP1: equality with a single process, state dicts, gradient clipping, audits, and errors for unsupported
+setups."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     model = net if before else wrapped(net, strategy, **how)
     optimizer = Muon(model, **OPTIONS)
     model = wrapped(net, strategy, **how) if before else model
-    # pin_memory and stream synchronization need an accelerator, so both are replaced by functions that do nothing.
+    # pin_memory and stream synchronization need an accelerator, so both are replaced with functions that do nothing.
     with (
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
@@ -61,7 +62,7 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
 
 
 @pytest.mark.parametrize(
-    # On four ranks, HYBRID_SHARD has two replicas, which share the orthogonalizations.
+    # On four ranks, HYBRID_SHARD has two replicas, and the replicas divide the orthogonalizations between them.
     ("world", "strategy", "before", "how"),
     [
         *((2, strategy, at % 2 == 0, {}) for at, strategy in enumerate(STRATEGIES)),
@@ -70,14 +71,14 @@ def _trained(strategy: str, before: bool, how: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_a_model_trains_as_on_one_process(world: int, strategy: str, before: bool, how: dict[str, Any]) -> None:
-    """The model has matrices, a tied embedding, norms, biases and a frozen unit. The optimizer is created either before
-    or after wrapping. Parameters must be routed as in the unwrapped model."""
+    """The model has matrices, a tied embedding, norms, biases and a frozen FSDP unit. The optimizer is created either
+    before or after wrapping. Parameters must be routed as in the unwrapped model."""
     assert RankPool.cached(world).run(_trained, strategy, before, how) == [([], True)] * world
 
 
 def _mixed() -> list[str]:
-    """Train two steps in mixed precision. Returns the names of the weights that differ from a single-process run. This
-    run gets copies of FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
+    """Train two steps in mixed precision. Return the names of the weights that differ from a single-process run. The
+    single-process run gets copies of FSDP1's gradients, because FSDP1 computes gradients with bf16 weights."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, plain = wrapped(tied(), mixed_precision=precision), tied()
     both = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
@@ -99,8 +100,8 @@ def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
 
 
 def _nothing_here() -> tuple[bool, int]:
-    """Check a step of a 2 x 2 matrix on three ranks, where the last rank's shard is only padding. Returns whether the
-    result is bitwise equal to the dense reference, and the number of elements on this rank."""
+    """Check one step on a 2 x 2 matrix on three ranks, where the last rank's shard is only padding. Return whether the
+    result is bitwise equal to the dense reference, and the number of elements stored on this rank."""
     found = Comparison.with_dense(
         "fsdp1",
         table={"w": ParamCase((2, 2), "")},
@@ -130,8 +131,8 @@ def _saved_full(strategy: str, file: str) -> list[str]:
 def _resumed_full(strategy: str, file: str, lost: bool = False) -> list[str]:
     saved = torch.load(file, weights_only=True)
     for group in saved["optimizer"]["param_groups"] if lost else ():
-        # Drop the post-processing state of the first matrix. Every rank must raise, although some ranks store no
-        # element of this matrix.
+        # Delete the first matrix's post-processing state (such as NorMuon's). Every rank must raise an error, although
+        # some ranks store no element of this matrix.
         group.get("kept_state", {}).pop("0", None)
     model, optimizer = job(strategy, KEEPING)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
@@ -184,8 +185,8 @@ def _load(folder: str, model: nn.Module, optimizer: Muon, options: StateDictOpti
 
 
 def _resumed(folder: str, form: str, options: dict[str, Any]) -> list[str]:
-    """Train two steps, pass the state to a second optimizer in the form `form`, and train that optimizer for two more
-    steps. Returns the names of the weights that differ from an uninterrupted run."""
+    """Train two steps, transfer the state to a second optimizer as a state dict of the type `form`, and train that
+    optimizer for two more steps. Return the names of the weights that differ from an uninterrupted run."""
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
     first, optimizer = job("FULL_SHARD", options, **placed)
     train(first, optimizer, range(2))
@@ -218,7 +219,7 @@ def test_state_in_every_form_resumes(world2: RankPool, form: str, options: dict[
 
 def _net(kind: str) -> nn.Module:
     """Return a small model whose row counts are divisible by 2 and 4, because torch itself cannot load other sizes into
-    FSDP1. The norm is stored on the first rank and the last bias on the last rank."""
+    FSDP1. The norm layer's weight is stored on the first rank and the last bias on the last rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     if kind == "fsdp1":
@@ -290,7 +291,7 @@ def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_othe
 
 def _clipped(strategy: str) -> list[tuple[float, ...]]:
     """Clip gradients twice, first by passing the optimizer to `clip_grad_norm_` and then by passing the model. For each
-    time, return three norms: torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after
+    call, return three norms: torch's on the plain model, shardmuon's on the sharded model, and FSDP1's after
     clipping."""
     plain, (model, optimizer), found = tied(), job(strategy), []
     for given in (optimizer, model):
@@ -304,8 +305,8 @@ def _clipped(strategy: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (4, "HYBRID_SHARD")])
 def test_clipping_counts_each_element_once(world: int, strategy: str) -> None:
-    """shardmuon's norm must equal torch's norm of the unwrapped model. After clipping, the norm is max_norm * norm /
-    (norm + 1e-6), up to rounding."""
+    """shardmuon's norm must equal torch's norm of the unwrapped model's gradients. After clipping, the norm must be
+    max_norm * norm / (norm + 1e-6), up to rounding."""
     for expected, ours, theirs in itertools.chain(*RankPool.cached(world).run(_clipped, strategy)):
         assert abs(ours - expected) <= NORM_ROUNDOFF * expected
         left = 0.01 * expected / (expected + 1e-6)
@@ -318,7 +319,7 @@ NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
 
 
 def assert_refused(pool: RankPool, says: str, call: Callable[..., None], *args: Any, kind: str = "ValueError") -> None:
-    """Assert that every rank raises an error of the given kind whose message contains `says`."""
+    """Assert that every rank raises an error whose class is named `kind` and whose message contains `says`."""
     for failure in pool.run_catching(call, *args):
         assert failure is not None and failure.type_name == kind and says in failure.message, failure
 
@@ -353,7 +354,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # FSDP's modules are in reference cycles, so they are only freed when garbage is collected.
+        gc.collect()  # FSDP's modules are part of reference cycles, so they are only freed by a garbage collection.
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
@@ -395,7 +396,7 @@ def _flat(case: str) -> None:
 
 
 def _put_in_later(use_muon: bool) -> None:
-    """On rank 1, replace a parameter of an existing group by a flat parameter, as frameworks that swap parameters
+    """On rank 1, replace a parameter of an existing group with a flat parameter, as frameworks that swap parameters
     do."""
     (_net, optimizer), flat = job(), wrapped(tied(), use_orig_params=False)
     if dist.get_rank() == 1:
@@ -415,8 +416,8 @@ def _put_in_later(use_muon: bool) -> None:
 def test_what_does_not_fit_is_refused_by_all_ranks_with_what_to_write(
     world2: RankPool, call: Callable[..., None], case: Any, says: str
 ) -> None:
-    """All ranks must raise an error with advice. For example, FSDP1's flat parameters must be refused at construction,
-    and also if only one rank later puts them into a parameter group."""
+    """All ranks must raise an error that says what to change. For example, FSDP1's flat parameters must be rejected
+    when the optimizer is constructed, and also if only one rank later puts them into a parameter group."""
     assert_refused(world2, says, call, case)
 
 

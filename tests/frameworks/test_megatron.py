@@ -1,6 +1,7 @@
 """Tests of shardmuon with Megatron-core (0.19) on CPUs. They use Megatron's own GPT model, gradient buffers, wrappers,
-parallel layers and distributed optimizer, whose fp32 shards may split a matrix anywhere. The reference is shardmuon
-in a single process with full matrices. Its gradients are sums over all ranks, which are exact in any order."""
+parallel layers and distributed optimizer, whose fp32 shards may split a matrix at any element. The reference is
+shardmuon in a single process with full matrices. Its gradients are sums over all ranks, which are exact in any
+order."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def job(
 
 
 def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps and compare each with the dense optimizer. Returns the number of matrices orthogonalized on
-    this rank, the rank sets of its plans, and a description of the shards that Megatron reports."""
+    """Train three steps and compare each with the dense optimizer. Return the number of matrices orthogonalized on this
+    rank, the sets of ranks that share work in its plans, and a description of the shards that Megatron reports."""
     with megatron(**sizes):
         made = job(sizes, dtype, distributed, ddp=ddp)
         for step in range(3):
@@ -82,8 +83,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, ddp: di
 
 
 def _facts(ranks: list[dict[str, Any]]) -> dict[str, bool]:
-    """Return a dict from each sharding feature (such as shards that end inside a row) to whether the job has it,
-    according to the shards that Megatron reports."""
+    """Return, for each sharding feature (such as shards that end inside a row), whether the job has it, according to
+    the shards that Megatron reports."""
     helds, cols = [found["held"] for found in ranks], ranks[0]["cols"]
     pairs = [(held, other) for at, held in enumerate(helds) for other in helds[:at] if held]
     return {
@@ -197,7 +198,7 @@ def _hardly_anything() -> list[nn.Module]:
 
 
 def _of_models(models: Callable[[], list[nn.Module]], muon: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Take two steps. Returns, per optimizer, the number of elements stored on this rank and the number of matrices
+    """Take two steps. Return, for each optimizer, the number of elements stored on this rank and the number of matrices
     orthogonalized on it."""
     with megatron():
         made = Job(models=models(), muon=muon)
@@ -257,8 +258,8 @@ def _groups() -> list[list[Any]]:
 
 @needs_megatron
 def test_pipeline_stages_list_the_same_groups_and_treat_tied_embeddings_alike(world2: RankPool) -> None:
-    """All ranks must refuse an override that matches no parameter of any stage, and an override that raises an
-    exception on one stage."""
+    """All ranks must raise an error for an override that matches no parameter of any stage, and for an override that
+    raises an exception on one stage."""
     first, last = world2.run(_groups)
     assert first[:3] == last[:3] and first[3] != last[3]
 
@@ -312,8 +313,8 @@ KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Pretend that TransformerEngine is installed, or that it is not. Megatron uses a different place for the step
-    count in each case."""
+    """Pretend that TransformerEngine is installed, or that it is not. In the two cases, Megatron stores the step count
+    in different places."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -327,7 +328,7 @@ def _state(made: Job, kind: str, is_loading: bool) -> dict[str, Any]:
 
 
 def _write(made: Job, kind: str, path: pathlib.Path) -> None:
-    # Megatron's older checkpoint format has one file per model-parallel rank, and one file of parameter state.
+    # Megatron's older checkpoint format has one file per model-parallel rank, plus one file with the parameter state.
     if kind == "torch":
         made.optimizer.save_parameter_state(str(path / "parameters"))
         torch.save(made.optimizer.state_dict(), path / f"torch{dist.get_rank()}")
@@ -344,7 +345,8 @@ def _write(made: Job, kind: str, path: pathlib.Path) -> None:
 
 
 def _read(made: Job, kind: str, path: pathlib.Path) -> None:
-    # After loading, the next step copies the fp32 main weights to the model, so the model's weights need not be loaded.
+    # After loading, the next step copies the fp32 main weights to the model, so there is no need to load the model's
+    # own weights.
     if kind == "torch":
         made.optimizer.load_state_dict(torch.load(path / "torch0"))
         made.optimizer.load_parameter_state(str(path / "parameters"))
@@ -363,7 +365,7 @@ Whole = dict[str, Tensor]
 def _save(
     folder: pathlib.Path, kinds: list[str], sizes: dict[str, int], distributed: bool, muon: dict[str, Any]
 ) -> Whole:
-    """Train two steps, write a checkpoint in every format, and train a third step. Returns the full weights."""
+    """Train two steps, write a checkpoint in every format, and train a third step. Return the full weights."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon)
         for step in range(2):
@@ -377,7 +379,8 @@ def _save(
 def _load(
     folder: pathlib.Path, kind: str, sizes: dict[str, int], distributed: bool, muon: dict[str, Any], wanted: list[Whole]
 ) -> None:
-    """Load a checkpoint into a fresh job. Its next step must be bitwise identical to that of the uninterrupted job."""
+    """Load a checkpoint into a fresh job. The next step of the fresh job must be bitwise identical to that of the
+    uninterrupted job."""
     with megatron(**sizes):
         made = job(sizes, distributed=distributed, config=STILL, muon=muon, seed=9)
         if muon:
@@ -388,7 +391,7 @@ def _load(
         made.train(2)
         counted = [of for part in made.muons if distributed for of in (*part.state.values(), *part.param_groups)]
         assert all(float(of["step"]) == 3.0 for of in counted)
-        # Ranks whose numbers are equal modulo len(wanted) have the same parameters.
+        # Ranks whose rank numbers are equal modulo len(wanted) have the same parameters.
         expected = wanted[dist.get_rank() % len(wanted)]
         assert [n for n, p in made.whole().items() if not torch.equal(p, expected[n])] == []
 

@@ -1,5 +1,5 @@
-"""Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and refused steps that must change
-nothing.
+"""Tests of Megatron-FSDP: uneven rows on any rank, empty shards without gradients, and steps that raise an error and
+must change nothing.
 
 The real megatron-fsdp package (0.6.1) builds the layouts on CPUs, with a stand-in for torch.cuda. The reference is
 shardmuon in a single process with the full gradients.
@@ -45,8 +45,8 @@ needs_package = pytest.mark.skipif(
 
 
 class Unit(nn.ModuleDict):
-    """A module whose parameters Megatron-FSDP gathers together. Its forward pass takes gradients by name and returns a
-    loss. The backward pass of this loss gives each parameter exactly its gradient from `grads`."""
+    """A module whose parameters Megatron-FSDP gathers together. The forward pass takes gradients by name (`grads`) and
+    returns a loss. The backward pass of this loss gives each parameter exactly its gradient from `grads`."""
 
     def __init__(self, prefix: str, **layers: nn.Module) -> None:
         super().__init__(layers)
@@ -57,8 +57,8 @@ class Unit(nn.ModuleDict):
 
 
 class Model(nn.Module):
-    """Two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which Megatron-FSDP
-    recognizes experts."""
+    """A model of two units, an embedding, a mixer and a head. `kind` is part of the units' parameter names, by which
+    Megatron-FSDP recognizes experts."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _wrapped(form: str, model: nn.Module) -> Any:
-    """Wrap the model. `form` is EXPERTS, TENSOR_PARALLEL or a ZeRO strategy. The strategy may be preceded by "hybrid"
-    (outer replicas) or by "hybrid shard" (optimizer state is also sharded over the outer replicas)."""
+    """Wrap the model. `form` is EXPERTS, TENSOR_PARALLEL or the name of a ZeRO strategy, which may be prefixed with
+    "hybrid" (outer replicas) or "hybrid shard" (optimizer state is also sharded over the outer replicas)."""
     from megatron_fsdp import fully_shard_model
 
     *outer, strategy = form.split() if form not in (TENSOR_PARALLEL, EXPERTS) else ["optim_grads_params"]
@@ -133,8 +133,8 @@ def _wrapped(form: str, model: nn.Module) -> Any:
 
 
 class Job:
-    """A model wrapped by Megatron-FSDP with its optimizer, and the reference: the same model in a single process, with
-    this rank's experts."""
+    """A model wrapped by Megatron-FSDP with its optimizer, and the reference for both: the same model in a single
+    process, with this rank's experts."""
 
     def __init__(self, form: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -185,8 +185,8 @@ class Job:
         self.model.finish_grad_sync()
 
     def step(self, seed: int, missing: tuple[str, ...] = ()) -> None:
-        """Take a step with the Megatron-FSDP optimizer and with the reference. The parameters in `missing` have no
-        gradient."""
+        """Take a step with the Megatron-FSDP optimizer and one with the reference optimizer. The parameters in
+        `missing` have no gradient."""
         self.backward(seed)
         of_sources = {source: self.gradients(seed, source) for source in self.sources}
         params = self.params()
@@ -207,8 +207,8 @@ class Job:
         self.dense.step()
 
     def check(self) -> set[str]:
-        """Assert that this rank's weights and state match the single-process reference bitwise. Returns the names of
-        the parameters of which this rank stores elements."""
+        """Assert that this rank's weights and state match the single-process reference bitwise. Return the names of the
+        parameters of which this rank stores elements."""
         params = self.params()
         for name, q in self.dense_model.named_parameters():
             p, kept = params[name], self.dense.state[q]
@@ -235,8 +235,8 @@ class Job:
 
 
 def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Train a few steps and check the result of each. Returns the names of the parameters of which this rank stores
-    elements, and two rank sets: the ranks that share the first unit's matrix, and those that share the mixer."""
+    """Train a few steps and check the result of each. Return the names of the parameters of which this rank stores
+    elements, and two sets of ranks: those that share the first unit's matrix and those that share the mixer."""
     with _megatron():
         job = Job(form, **variant)
         fresh = [local_if_any(t) for p in job.params().values() for t in job.optimizer.state[p].values()]
@@ -247,7 +247,7 @@ def _train(form: str, variant: dict[str, Any]) -> tuple[set[str], list[tuple[int
         stored = job.check()
         meshes = [job.params()[name].device_mesh.mesh for name in (job.matrices[0], "ends.mixer.weight")]
         ranks = [tuple(mesh.flatten().tolist()) for mesh in meshes]
-        job.wrap()  # Wrapping the model again, as after loading, must keep existing state.
+        job.wrap()  # Wrapping the model again, as is done after loading, must keep the existing state.
         job.check()
         job.step(30, ("ends.mixer.weight", "ends.mixer.bias"))
         ones = {name: torch.ones_like(p) for name, p in job.dense_model.named_parameters()}
@@ -278,8 +278,8 @@ HYPERBALL = {"variant": "normuon+hyperball", "weight_decay": 0.0}
 def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(
     form: str, world: int, variant: dict[str, Any]
 ) -> None:
-    """The steps cover parameters without a gradient, empty shards (whose gradient is None), tensor-parallel shards with
-    and without a stride, and experts with their own data-parallel group."""
+    """The steps cover parameters without a gradient, empty shards (whose gradient is None), strided and contiguous
+    tensor-parallel shards, and experts with their own data-parallel group."""
     found = RankPool.cached(world).run(_train, form, variant)
     names = {name for name, _ in Model(EXPERTS if form == EXPERTS else BLOCKS).named_parameters()}
     assert {name for stored, _ in found for name in stored} == names
@@ -303,7 +303,7 @@ def _of_another_kind(p: Any, key: str) -> None:
     p.grad = None
 
 
-# Each case gives a fault, a slice that selects from the ranks with a nonempty shard those that get the fault, and a
+# Each case gives a fault, a slice of the ranks with a nonempty shard that selects the ranks with the fault, and a
 # pattern for the error message.
 FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
     (lambda p: setattr(p, "grad", None), slice(1), r"ranks .*have no gradient"),
@@ -329,7 +329,8 @@ FAULTS: list[tuple[Callable[[Any], None], slice, str]] = [
 
 
 def _refused() -> list[str]:
-    """Plant each fault in turn. The refused step must change neither weights nor state. Returns the error messages."""
+    """Plant each fault in turn. The step must raise an error and must change neither weights nor state. Return the
+    error messages."""
     with _megatron():
         job, said = Job("optim_grads_params"), []
         job.backward(1)

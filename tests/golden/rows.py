@@ -1,5 +1,5 @@
-"""Run the golden rows on N ranks with the source tree on PYTHONPATH, and write digests of all tensors that a step
-changes.
+"""Run the rows of the golden table (combinations of layout, options and dtype) on N ranks with the source tree on
+PYTHONPATH, and write digests of all tensors that a step changes.
 
     PYTHONPATH=TREE/src:tests python -m golden.rows --ranks 4 --out FILE [--only TEXT]
 
@@ -46,8 +46,8 @@ def drawn(name: str, purpose: int, dtype: torch.dtype) -> Tensor:
 
 
 def run(row: Row) -> dict[str, Tensor]:
-    """Run all steps of a golden row. Returns this rank's weights and optimizer state after each step, keyed by the
-    tensor names of the output file."""
+    """Run all steps of a golden row. Return this rank's weights and optimizer state after each step, keyed by the
+    tensor names in the output file."""
     kind, options, found = DTYPES[row.dtype], OPTIONS[row.options], dict[str, Tensor]()
     world = dist.get_world_size() if dist.is_initialized() else 1
     names = [name for name in PARAMS if name not in options.without]
@@ -99,7 +99,7 @@ def table_of(only: str) -> dict[str, Digests]:
 
 
 def main() -> None:
-    # Import this module by its full name, because the ranks import it by that name and not as __main__.
+    # Import this module by its full name rather than as __main__, because the ranks import it by its full name.
     from golden import rows
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

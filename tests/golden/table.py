@@ -2,7 +2,7 @@
 that each option is combined with many layouts.
 
 The layouts come from the source tree under test (`shardmuon.testing`), so two trees can only be compared if they build
-layouts alike.
+the layouts in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardmuon.testing.layouts import LAYOUTS
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of the golden rows: its global shape and its parameter group's options."""
+    """A parameter in the golden rows: its global shape and its parameter group's options."""
 
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -136,15 +136,16 @@ MISSING: dict[str, Mapping[int, slice]] = {
     "late": {0: slice(1, None, 3), 3: slice(0, None, 2)},
 }
 LRS = (0.02, 0.013, 0.05, 0.0307)
-# FSDP1 runs its own backward pass, which leaves no gradient out, so FSDP1 rows use only "all gradients".
+# FSDP1 runs its own backward pass, which computes every gradient, so FSDP1 rows use only "all gradients".
 FSDP1 = "fsdp1"
-# On a single rank, the layouts in ALONE still differ from "single", so they are tested on a single rank as well.
+# Even on a single rank, the layouts in ALONE differ from the layout "single", so golden rows with these layouts also
+# run on one rank.
 ALONE = ("ddp", "fsdp2")
 PER_LAYOUT = {1: 10, 2: 6, 3: 6, 4: 6}  # The number of golden rows for each layout, keyed by the number of ranks.
 
 
 class Row(NamedTuple):
-    """One golden row. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
+    """One row of the golden table. The fields are names from LAYOUTS, OPTIONS, DTYPES and MISSING."""
 
     layout: str
     options: str
@@ -178,9 +179,9 @@ def rows_of(world: int) -> Iterator[Row]:
 
 
 def placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's shards of full tensors. The first call for given shapes is collective.
+    """Return this rank's shards of full tensors. The first call for a given set of shapes is collective.
 
-    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2; otherwise
+    Layouts define no placement for vectors. If the matrices are DTensors, vectors are sharded as in FSDP2. Otherwise,
     vectors are not sharded.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -16,9 +16,10 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
 WORLDS = (2, 3, 4)
-# For each layout, the test uses a row with an option that no earlier layout has used. All layouts run on 3 ranks, where
-# sizes do not divide evenly. test_equality.py runs all layouts on 4 ranks and every second layout on 2 ranks. Momentum
-# in int8 is left out because some layouts split its quantization blocks; test_momentum.py covers int8 momentum.
+# For each layout, the test uses a row with an option that no earlier layout has used. All layouts run on 3 ranks, which
+# do not divide the sizes evenly. test_equality.py runs all layouts on 4 ranks and every second layout on 2 ranks.
+# Momentum in int8 is left out because some layouts split its quantization blocks; test_momentum.py covers int8
+# momentum.
 LEFT_OUT = "momentum int8"
 NAMES = {3: list(LAYOUTS), 4: list(LAYOUTS)[::2], 2: list(LAYOUTS)[::6]}
 
@@ -52,8 +53,8 @@ def _differing(row: Row, whole: Mapping[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(("world", "row"), ROWS, ids=str)
 def test_every_layout_has_the_bits_of_one_process(world: int, row: Row) -> None:
-    """State of post-processing stages (NorMuon, ..) is not compared, because it is sharded differently from the
-    weights. test_variants_layouts.py compares it."""
+    """The state of post-processing stages (such as NorMuon) is not compared, because it is sharded differently from the
+    weights. test_variants_layouts.py compares this state."""
     whole = rows.run(row._replace(layout="single"))
     assert RankPool.cached(world).run(_differing, row, whole) == [[]] * world
 

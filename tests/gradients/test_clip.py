@@ -1,5 +1,5 @@
-"""Tests of gradient clipping: on each rank, the norm over all parameters and ranks matches a single-process run
-bitwise, or each rank raises an error."""
+"""Tests of gradient clipping: either the norm over all parameters and ranks matches a single-process run bitwise on
+every rank, or every rank raises an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _param(like: Tensor, grad: Tensor | None) -> nn.Parameter:
 
 # --------------------------------------------------------------------------------------------------- every layout
 
-# AdamW updates these vectors. Some have fewer elements than there are ranks.
+# The following vectors are updated by AdamW. Some of them have fewer elements than there are ranks.
 VECTORS = {"bias": (33,), "short": (2,), "scalar": (1,)}
 
 
@@ -55,8 +55,8 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple[Any, Tensor, dict[str, Tensor]]]:
-    """Return the gradients, their norm and the clipped gradients of a single process for each norm order. These values
-    are the reference for every layout."""
+    """Return the reference for every layout: for each norm order, the gradients in a single process, their norm, and
+    the clipped gradients."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -71,7 +71,7 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[tuple
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """Compare norms and clipped gradients with a single-process run. Returns a message for each dtype and norm order
+    """Compare norms and clipped gradients with a single-process run. Return a message for each dtype and norm order
     that differs."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
@@ -95,7 +95,7 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     sorted((4 if len(case.mesh(4)) > 1 or at % 2 else 3, name) for at, (name, case) in enumerate(LAYOUTS.items())),
 )
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    """Every layout is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the others
+    """Every layout is tested in fp32 with norm order 2. Half of the layouts are also tested in bf16, and the other half
     with a second norm order."""
     at = list(LAYOUTS).index(layout)
     orders = (2.0, ORDERS[1 + at // 2 % (len(ORDERS) - 1)])
@@ -121,8 +121,8 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     factor = 0.5 / (found + 1e-6)
     wide = torch.promote_types(dtype, torch.float32)
     for a, b, grad in zip(ours, theirs, before, strict=True):
-        # shardmuon rounds norm + 1e-6, the quotient, the product and the cast to the gradient's dtype. torch only
-        # rounds the cast.
+        # shardmuon rounds four times: norm + 1e-6, the quotient, the product, and the cast to the gradient's dtype.
+        # torch rounds only the cast.
         assert_rounded(a.grad, b.grad.to(dtype), roundings=6, dtype=torch.float32 if dtype == torch.float64 else dtype)
         assert torch.equal(a.grad, (grad.to(wide) * factor.to(wide)).to(dtype))
 
@@ -171,12 +171,12 @@ def test_combining_norms_does_not_depend_on_order_and_does_not_overflow() -> Non
     values = [10.0 ** random.Random(i).uniform(-8, 8) for i in range(200)]
     for order in ORDERS:
         assert _combine(values, order) == _combine(values[::-1], order) == _combine(sorted(values), order)
-    # Roundings occur when both values are scaled and squared, when the squares are added, and when the square root is
-    # scaled back.
+    # Rounding occurs when the two values are scaled and squared, when the squares are added, and when the square root
+    # is scaled back.
     assert_rounded(_combine([3e300, 4e300], 2.0), 5e300, roundings=6)
     assert_rounded(_combine([3e-300, 4e-300], 2.0), 5e-300, roundings=6)
     assert _combine([1.7e308, 1.7e308], 1.0) == math.inf
-    # The norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
+    # The computed norm is the rounded root of an exact sum, and the expected sqrt(2) is rounded as well.
     assert_rounded(_combine([1.0] * 2**10, 20.0), 2**0.5, roundings=3)
 
 
@@ -208,7 +208,7 @@ def _named(*params: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 
 
 class Job(NamedTuple):
-    """The arguments of one rank's call of clip_grad_norm_, and the norm or the error that the call must give."""
+    """The arguments of one rank's call of clip_grad_norm_, and the expected norm or error."""
 
     source: Any
     wanted: float | str
@@ -217,7 +217,7 @@ class Job(NamedTuple):
 
 
 class Data:
-    """Parameters and gradients on the four ranks of a 2 x 2 mesh, from which jobs are created."""
+    """Parameters and gradients on the four ranks of a 2 x 2 mesh. Jobs are created from them."""
 
     def __init__(self) -> None:
         self.rank, self.mesh, self.flat = dist.get_rank(), mesh_of((2, 2)), mesh_of((4,))
@@ -400,14 +400,14 @@ def test_every_element_counts_once_or_every_rank_raises_and_nothing_is_scaled(na
     world4.run(_called, name)
 
 
-# Changes that some ranks make to the arguments of a call. With "nothing" and "other tensors", the call must still
-# succeed.
+# CHANGES lists the ways in which some ranks change the arguments of a call. After "nothing" and "other tensors", the
+# call must still succeed.
 CHANGES = ("nothing", "other tensors", "missing", "plain", "sparse", "norm_type", "fewer")
 
 
 def _storm(name: str) -> None:
-    """Repeat calls of clip_grad_norm_ in which one or two ranks change their arguments while the other ranks use cached
-    descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
+    """Call clip_grad_norm_ repeatedly. In each call, one or two ranks change their arguments while the other ranks use
+    cached descriptions of their parameters. All ranks must get the same norm, or all must raise an error."""
     draw = random.Random(0)
     named, norm, group, _ = JOBS[name](Data())
     optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
@@ -417,7 +417,7 @@ def _storm(name: str) -> None:
         for (_, p), grad in zip(named, grads, strict=True):
             p.grad = grad
         one, param = draw.randrange(4), named[draw.randrange(2)][1]
-        # At least one of the ranks that share a tensor keeps its arguments.
+        # At least one of the ranks that share a tensor keeps its original arguments.
         if dist.get_rank() in draw.choice([(one,), (one, 3 - one)]):
             ones = torch.ones(param.shape)
             bad: dict[str, Any] = {"missing": None, "plain": ones, "sparse": ones.to_sparse()}
@@ -438,9 +438,9 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_all_and_nobod
 
 
 def _by_turns() -> list[float]:
-    """Return the norms of three lists of two tensors. The first tensor is always the same, and the second is sharded,
-    plain, and sharded again. Each list must get its own norm, although the description cached for a list is found by
-    its first tensor."""
+    """Return the norms of three lists of two tensors each. The first tensor is the same in all lists; the second is
+    first sharded, then plain, then sharded again. Each list must get its own norm, even though the cache looks up a
+    list's description by its first tensor."""
     first, plain = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(6, 4))
     first.grad, plain.grad = torch.ones(2, 2), torch.ones(6, 4)
     sharded = _sharded(torch.ones(6, 4), mesh_of((dist.get_world_size(),)), Shard(0))
@@ -452,7 +452,7 @@ def test_lists_that_begin_with_one_tensor_may_go_on_with_others(world3: RankPool
 
 
 def _gone() -> bool:
-    """Clip the gradients of two parameters, and delete the parameters. Returns whether the parameters and the objects
+    """Clip the gradients of two parameters, and delete the parameters. Return whether the parameters and the objects
     cached for them are freed."""
     params = [_sharded(normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)
@@ -488,6 +488,6 @@ def test_a_call_computes_in_lists_however_many_gradients_there_are(world3: RankP
     for few, many in zip(world3.run(_events, 10), world3.run(_events, 30), strict=True):
         for name in ("aten::_foreach_norm", "aten::stack", "aten::_foreach_mul_"):
             assert (few[name], many[name]) == (1, 1), name
-        # Each call of `_local_scalar_dense` waits for the device, so the number of calls must not grow with the number
-        # of gradients.
+        # Each call of `_local_scalar_dense` makes the host wait for the device, so the number of calls must not grow
+        # with the number of gradients.
         assert few.get("aten::_local_scalar_dense", 0) == many.get("aten::_local_scalar_dense", 0)

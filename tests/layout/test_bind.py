@@ -42,8 +42,8 @@ def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Li
 
 
 def _bound(name: str) -> tuple[list[str], list[bytes]]:
-    """Return the names of the parameters whose layout differs from what this rank stores, and the digests of those
-    layouts that span all ranks."""
+    """Return the names of the parameters whose layout does not describe what this rank stores, and the digests of all
+    layouts that span every rank."""
     world, rank, case, wrong = dist.get_world_size(), dist.get_rank(), LAYOUTS[name], []
     full = {key: torch.arange(math.prod(c.shape), dtype=torch.float32).view(c.shape) for key, c in PARAMS.items()}
     listed = _listed(parameters(case.build(full, case.mesh(world))), case.options(world))
@@ -73,8 +73,8 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _kept(layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """For each stack of experts, return the indices of all experts, of those whose per-expert state this rank stores,
-    and of those whose weights it stores."""
+    """For each stack of experts, return three lists of indices: those of all experts, those of the experts whose
+    per-expert state this rank stores, and those of the experts whose weights it stores."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), []
     full = {n: torch.arange(c.shape[0]).view(-1, 1, 1).expand(c.shape).float().contiguous() for n, c in STACKS.items()}
     table = bind(_listed(parameters(case.build(full, case.mesh(world))), case.options(world)))
@@ -100,7 +100,7 @@ ON_NO_MESH = ("ddp", "tp column", "mcore buffers", "megatron-fsdp")
 
 @pytest.mark.parametrize("layout", [*OF_STORED, "hsdp", "two dims", "one dim twice", *ON_NO_MESH])
 def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world4: RankPool) -> None:
-    """Per-expert state must be in the order of the experts. Where no mesh axis shards the experts, each rank has the
+    """Per-expert state must be in the order of the experts. If no mesh axis shards the experts, each rank must have the
     state of all experts."""
     for found in world4.run(_kept, layout):
         for experts, told, stored_here in found:
@@ -128,8 +128,8 @@ def test_only_what_has_replicas_is_read(world4: RankPool) -> None:
 
 
 def test_grids_are_found_from_what_each_rank_knows() -> None:
-    """In 200 random cases, shuffled ranks form up to three grids of process groups. Every rank must find its whole
-    grid, although each rank reports only the two groups that it belongs to."""
+    """Shuffled ranks form up to three grids of process groups in 200 random cases. Every rank must reconstruct its
+    whole grid, although each rank reports only the two groups that it belongs to."""
     draw = random.Random(1)
     for _ in range(200):
         known: dict[int, list[Ties]] = {}
@@ -154,7 +154,7 @@ AB, CD, DC, A_C, B_D = (0, 1), (2, 3), (3, 2), (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("known", "message"),  # `known` gives (tp_group, process_group) for each of the ranks 0, 1, ..
+    ("known", "message"),  # `known` lists the pair (tp_group, process_group) for each of the ranks 0, 1, ..
     [
         ([(AB, A_C), (AB, B_D), ((2,), A_C)], r"rank 2 has tp_group \(2,\)"),
         ([(AB, A_C), (AB, B_D), (CD, A_C), ((3,), (3,))], r"rank 3 has tp_group \(3,\) and process_group \(3,\)"),

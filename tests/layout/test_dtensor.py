@@ -1,5 +1,5 @@
-"""Tests that DTensor placements are interpreted as exactly the elements that torch's FSDP2 and tensor parallelism
-store."""
+"""Tests that shardmuon derives from DTensor placements exactly the elements that torch's FSDP2 and tensor parallelism
+store on each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
 def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
-    """Return whether the placements are interpreted as exactly the elements that this rank stores."""
+    """Return whether the elements derived from the placements are exactly those that this rank stores."""
     assert isinstance(param, DTensor)
     storage, (shape, place) = engine_of(param).storage(param), DTensorEngine().claim(param, {}).form
     held, implied = place.reading(shape)[dist.get_rank()]
@@ -34,8 +34,8 @@ def _fits(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 def _fsdp_over_tp(cases: list[Case]) -> list[bool]:
-    """Return whether the placements of each case are interpreted correctly. Cases on the same mesh share one module and
-    one call of `fully_shard`."""
+    """Return, for each case, whether the placements are interpreted correctly. Cases on the same mesh share one module
+    and one call of `fully_shard`."""
     fulls = [torch.arange(float(rows * cols)).view(rows, cols) for (rows, cols), _, _ in cases]
     params: dict[str, torch.Tensor] = {}
     for mesh_shape in dict.fromkeys(mesh for _, mesh, _ in cases):
@@ -69,9 +69,9 @@ def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(world8
 
 
 def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
-    """Step a matrix of a single row on two ranks. The second rank's shard is empty, and so is its gradient, but the
-    gradient has a different shape than the shard, as with some frameworks. Returns the shape of this rank's
-    gradient, and whether the weight equals that of a single-process step."""
+    """Take a step on a single-row matrix on two ranks. The second rank's shard is empty, and so is its gradient, but
+    the gradient has a different shape from the shard, as in some frameworks. Return the shape of this rank's gradient,
+    and whether the weight equals that of a single-process step."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     param = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)], src_data_rank=None))
     full = torch.arange(6.0).view(1, 6)

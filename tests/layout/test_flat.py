@@ -1,4 +1,4 @@
-"""Tests of flat shards: which part of a matrix each range covers, and which inconsistent ranges are refused."""
+"""Tests of flat shards: which part of a matrix each range covers, and which inconsistent ranges raise errors."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
 
 
 def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
-    """With offloading, DeepSpeed's flat buffers are on the CPU and the model's parameters on the accelerator, for which
-    the "meta" device stands in. Methods must be chosen for the accelerator."""
+    """DeepSpeed's flat buffers are on the CPU with offloading, but the model's parameters are on the accelerator. The
+    "meta" device stands in for the accelerator. Orthogonalization methods must be chosen for the accelerator."""
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = _make_shard(flat, _Slice(model, 5, 12, 8), None)
     on_one = _make_shard(flat, _Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)

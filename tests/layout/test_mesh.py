@@ -1,6 +1,6 @@
 """Tests that the part of a tensor stored by each rank of a mesh equals `torch.chunk` applied to indices.
 
-test_dtensor.py compares sharding of two dims and by several axes with torch's own storage.
+test_dtensor.py covers sharding of two dims and by several axes, and compares the result with torch's own storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmuon.layout.views import Ints
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
     """Split `indices` into `before` equal shards, chunk each shard into `num_parts` parts, and return the indices in
-    part number `part` of all shards. `chunk` may return fewer parts than requested."""
+    part number `part` of every shard. `chunk` may return fewer parts than requested."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -55,7 +55,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def stored_by(shape: Ints, mesh: Ints, placements: tuple[Shard | None, ...], found: Sequence[Ints]) -> Stored:
-    """Return the layout that DTensorEngine derives from local shards of the shapes `found`."""
+    """Return the layout that DTensorEngine derives from local shards with the shapes `found`."""
     extents = dict(enumerate(map(Extent, found)))
     return DTensorEngine().stored((shape, OnMesh(mesh, tuple(extents), placements)), extents, ())
 
@@ -66,8 +66,9 @@ def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
 
 
 def test_storages_that_placements_do_not_explain_are_refused() -> None:
-    """Local shards whose shapes contradict the placements must be refused. One of the cases shards 13 rows over 3 x 2
-    ranks as torch's own distribute_tensor does, which shards from left to right and ignores the split factor."""
+    """Local shards whose shapes contradict the placements must raise an error. One of the cases shards 13 rows over 3 x
+    2 ranks in the way of torch's own distribute_tensor, which shards from left to right and ignores the split
+    factor."""
     halves = [part.chunk(3) for part in torch.arange(13).chunk(2)]
     shares = [torch.cat([half[dp] for half in halves]).chunk(2) for dp in range(3)]
     left_to_right = [(len(shares[dp][tp]), 3) for dp in range(3) for tp in range(2)]

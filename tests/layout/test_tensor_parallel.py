@@ -1,5 +1,5 @@
 """Tests of plain tensor-parallel shards: the update equals that of the full matrix, each matrix is orthogonalized once,
-and inconsistent shards are refused."""
+and inconsistent shards raise errors."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _marked(value: Tensor, marks: dict[str, Any]) -> nn.Parameter:
     return param
 
 
-# A function that takes a full tensor and returns this rank's shard with its tensor-parallel attributes.
+# A Shard is a function that takes a full tensor and returns this rank's shard with its tensor-parallel attributes.
 Shard = Callable[[Tensor], nn.Parameter]
 
 
 def _beside_whole(shards: Mapping[str, tuple[tuple[int, ...], Shard, dict[str, Any]]], **given: Any) -> Muon:
-    """Step this rank's shards in one optimizer and the full tensors in another, and assert that the results are bitwise
-    identical.
+    """Take a step on this rank's shards with one optimizer and on the full tensors with another, and assert that the
+    results are bitwise identical.
 
     Args:
         shards: For each name, the full shape, the function that shards it, and its parameter group's options.
@@ -80,8 +80,8 @@ UNEVEN = [(dim, sizes) for dim in (0, 1) for sizes in ((7, 0, 5, 0), (1, 2, 3, 1
 
 
 def _cut_in_every_way() -> None:
-    """Step Megatron's strided shards, and shards of arbitrary sizes whose only attribute is partition_dim, and compare
-    them with the full matrices."""
+    """Take a step on Megatron's strided shards, and on shards of arbitrary sizes whose only attribute is partition_dim.
+    Compare the results with a step on the full matrices."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def strided(dim: int, stride: int) -> Shard:
@@ -105,9 +105,9 @@ def test_strides_heads_fewer_query_groups_than_ranks_and_shards_of_any_sizes(wor
 
 
 def _experts() -> list[int]:
-    """Step dense weights with tensor-parallel size 4, and experts with expert-tensor-parallel size 2 and two replicas.
-    The experts' groups are given as tuples of ranks, because a torch process group would sort the ranks. Returns the
-    number of ranks in each layout."""
+    """Take a step on a dense weight with tensor-parallel size 4, and on an expert with expert-tensor-parallel size 2
+    and two replicas. The expert's groups are given as tuples of ranks, because a torch process group would sort the
+    ranks. Return the number of ranks in each layout."""
     rank, order = dist.get_rank(), (3, 1, 0, 2)
     tp = next(pair for pair in (order[:2], order[2:]) if rank in pair)
     dp = next(pair for pair in (order[::2], order[1::2]) if rank in pair)
@@ -218,15 +218,16 @@ def _flat(start: int, size: int) -> nn.Parameter:
     return shard.mark(nn.Parameter(torch.ones(size)))  # type: ignore[return-value]
 
 
-FLAT = {  # Each key is an expected error, and its value gives the first element and the size of every rank's range.
+# Each key is the text of an expected error. Its value gives the first element and the size of every rank's range.
+FLAT = {
     "leave a gap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 10), (12, 10), (22, 2), (24, 0)],
     "overlap at ([10, 12)) of 24 elements of shape (4, 6)": [(0, 12), (10, 12), (22, 2), (24, 0)],
     "offset (12,) and size (14,) is out of bounds of 24 elements": [(0, 12), (12, 14), (24, 0), (24, 0)],
     "leave a gap at ([12, 24))": [(0, 0), (0, 12), (12, 0), (12, 0)],
 }
 Refusal = Callable[[int], tuple[list[Tensor], dict[str, Any], dict[str, Any]]]
-# Each case gives a function of the rank, and the expected error texts. The function returns the parameters, further
-# options of their parameter group, and the optimizer's process groups.
+# Each case gives a function that takes the rank, and the expected error texts. The function returns the parameters,
+# further options of their parameter group, and the optimizer's process groups.
 REFUSED: dict[str, tuple[Refusal, list[str]]] = {
     "other dims": (
         lambda rank: ([_mark(torch.ones(4, 6 + rank // 3), 0)], {}, {}),
@@ -280,7 +281,8 @@ REFUSED: dict[str, tuple[Refusal, list[str]]] = {
 
 
 def _refused(case: str) -> str:
-    """Take a step that must be refused, without hanging and without changing any weight. Returns this rank's error."""
+    """Take a step that must raise an error, without hanging and without changing any weight. Return this rank's
+    error."""
     params, group, groups = REFUSED[case][0](dist.get_rank())
     for p in params:
         p.grad = torch.ones_like(p)
@@ -303,7 +305,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers_on_every_rank(case: str, 
 
 def _model_of_shards() -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[int, ...], bool]:
     """Train a model with Megatron-like tensor-parallel layers. The optimizer is given the module instead of a list of
-    parameters. Returns the routed shape and optimizer of each parameter, the global shape of the last weight, and
+    parameters. Return the routed shape and optimizer of each parameter, the global shape of the last weight, and
     whether a plan was made."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
     for layer, dim in ((model[0], 0), (model[2], 1)):

@@ -1,5 +1,5 @@
-"""Tests of views, pieces and tiles. Random tensors are partitioned at random, and are interpreted as matrices in all
-supported ways."""
+"""Tests of views, pieces and tiles. Random tensors are partitioned at random and viewed as matrices in all supported
+ways."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LEFT, RIGHT = Box((0, 0), (5, 2)), Box((0, 2), (5, 1))
         ({0: [Box((0, 0), (2, 3))], 1: [Box((3, 0), (2, 3))]}, r"leave a gap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (3, 3))]}, r"overlap at \(\[2, 3\), \[0, 3\)\)"),
         ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
-        # The sizes of the two boxes add up to the full size, but one row is stored twice and another not at all. A
+        # The sizes of the two boxes add up to the full size, but one row is stored twice and another is missing. A
         # check of the sum alone would miss this.
         ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
         (

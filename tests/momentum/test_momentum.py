@@ -57,7 +57,7 @@ def test_codes_are_within_half_a_gap_of_every_value(kind: str) -> None:
     found = decode(codes, scale)
     per_value = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
     gap = (2 * torch.floor(127 * (x.double().abs() / per_value).sqrt()) + 1) / 127**2 * per_value
-    # Near zero, the error may be one spacing of fp32 numbers, which is the smallest subnormal number.
+    # Near zero, the error may be one spacing between adjacent fp32 numbers, which is the smallest subnormal number.
     smallest = 2.0**-149
     assert bool(((found.double() - x.double()).abs() <= gap * 0.501 + smallest).all())
     assert codes.shape == x.shape and scale.shape == (40, 3)
@@ -77,8 +77,8 @@ def test_a_block_of_zeros_stays_zero_and_a_block_with_nan_or_infinity_reads_as_n
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_fits() -> None:
-    """Stochastic rounding must have no bias, and must not change values that bf16 represents exactly. The values to
-    round are on and between adjacent bf16 numbers, of both signs and near powers of two."""
+    """Stochastic rounding must be unbiased and must not change values that bf16 represents exactly. The test values lie
+    on and between adjacent bf16 numbers, have both signs, and include values near powers of two."""
     base = torch.tensor([1.0, 2.0, 0.5, 2.0**-10, 1024.0], dtype=torch.float64)
     steps = torch.tensor([-2.3, -1.0, -0.999, -0.5, -0.01, 0.0, 0.001, 0.25, 1.0, 1.7], dtype=torch.float64)
     x = (base[:, None] * (1 + steps * torch.finfo(BF16).eps / 2)).flatten().to(FP32)
@@ -117,7 +117,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
-    # This is a chi-squared test with 63 degrees of freedom, at 4 sigma.
+    # The bound is that of a chi-squared test with 63 degrees of freedom, at 4 sigma.
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     assert max(abs(float((x * other).mean()) * 12) for other in others) < 4 / math.sqrt(rows * cols)
@@ -131,8 +131,8 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(BF16, 1e-5, 0.006), ("int8", 1e-3, 0.02)])
 def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, high: float) -> None:
-    # With rounding to nearest, bf16 momentum would stop 4% to 8% short of the gradient, as soon as each change is
-    # smaller than half the spacing of bf16 numbers.
+    # With rounding to nearest, bf16 momentum would stop changing 4% to 8% short of the gradient, because each change
+    # would be smaller than half the spacing of bf16 numbers.
     w = nn.Parameter(torch.zeros(64, 256))
     optimizer = Muon([w], lr=0.0, ns_steps=1, momentum_dtype=dtype)
     w.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 256)
@@ -143,10 +143,10 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
     for columns in (slice(0, 64), slice(192, 256)):
         g = w.grad[:, columns]
-        # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of n elements has no bias,
-        # and an error of at most one spacing. In bf16, the spacing is 2 u times the largest value, where u is the unit
-        # roundoff. In int8, it is the spacing at the largest value of a block. The errors of all steps, with weights
-        # 0.95^k, add up like 1 / (1 - 0.95^2) independent errors.
+        # After 200 steps, 0.95^200 of the initial value remains. Stochastic rounding of each of the n elements is
+        # unbiased and has an error of at most one spacing. In bf16, the spacing is 2 u times the largest value, where u
+        # is the unit roundoff. In int8, it is the spacing determined by the largest value of a quantization block. The
+        # errors of all steps, with weights 0.95^k, add up like 1 / (1 - 0.95^2) independent errors.
         spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
         spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
         total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
@@ -176,7 +176,7 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> No
 
 
 INT8, ROUNDED = ({"momentum_dtype": dtype, "stochastic_rounding": True} for dtype in ("int8", BF16))
-# Megatron-core layouts split quantization blocks, so they refuse int8 momentum.
+# Megatron-core layouts would split quantization blocks, so int8 momentum raises an error with these layouts.
 CUT_ANYWHERE = [name for name in LAYOUTS if name.startswith("mcore")]
 STORED = [
     *((name, "blocked", INT8) for name in LAYOUTS if name not in CUT_ANYWHERE),
@@ -269,8 +269,8 @@ def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
 
 
 def _unnamed() -> str:
-    """Rank 1 lists a replicated parameter at a different position than rank 0, so its replica would be rounded with
-    different random bits. Every rank must raise an error. Returns its message."""
+    """Return the error message that every rank must raise if rank 1 lists a replicated parameter at a different
+    position from rank 0, because the two replicas would then be rounded with different random bits."""
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "process_group": (), "tp_group": ()}, {"params": [nn.Parameter(shared)]}]
@@ -283,8 +283,8 @@ def _unnamed() -> str:
 
 
 def _other_count() -> str:
-    """Rank 1 has lost its state. It would round its replica with the random bits of step 1, while the other ranks use
-    those of step 3. Every rank must raise an error. Returns its message."""
+    """Return the error message that every rank must raise if rank 1 has lost its state after two steps. Rank 1 would
+    round its replica with the random bits of step 1, while the other ranks would use those of step 3."""
     whole = {"w": torch.ones(6, 8, dtype=BF16)}
     w, grad = (LAYOUTS["replicate"].build(whole, (dist.get_world_size(),))["w"] for _ in range(2))
     w = nn.Parameter(w)

@@ -1,5 +1,5 @@
-"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and printed in the plan, and
-tests of precision flags, wire dtypes and non-finite results."""
+"""Tests of the automatic choice of the orthogonalizer, which is the same on every rank and is printed in the plan.
+Other tests check precision flags, wire dtypes and non-finite results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = itertools.product(("keller", "polar_express", "cubic", "deepseek_v4"), F
     ("name", "form", "m", "n", "device"),
     [
         *((name, form, 96, n, CUDA) for name, form, n in SMALL),
-        # On a CPU, symmetric matmuls of large matrices compute only ten of sixteen tiles.
+        # On a CPU, symmetric matmuls of large matrices compute only ten of the sixteen tiles of the result.
         *(("keller", form, m, n, CPU) for form in FORMS[:2] for m, n in ((384, 1536), (512, 512))),
     ],
 )
@@ -56,7 +56,7 @@ def test_flops_are_those_that_torch_counts(
     if method == "gram" and dtype == FP16:
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        # The estimate is not exact, because row blocks may have unequal sizes.
+        # The FLOPs estimate is not exact, because row blocks may have unequal sizes.
         assert 0.98 < counter.get_total_flops() / counted < 1.02
 
 
@@ -128,9 +128,9 @@ def test_the_plan_says_what_the_products_are_and_why(how: dict[str, Any], says: 
 
 
 def _stepped_apart(method: Any) -> tuple[str, bool]:
-    """Step a matrix that is replicated on two ranks which differ: with the method "auto", the second rank reports a
-    different machine, and with any other method, it sets a different precision flag. Returns the plan's text, and
-    whether the step left the weight unchanged."""
+    """Take a step on a matrix that is replicated on two ranks with different settings. With the method "auto", the
+    second rank reports a different machine; with any other method, it sets a different precision flag. Return the
+    plan's text, and whether the step left the weight unchanged."""
     rank, real, flags = dist.get_rank(), binding_module.machine_stamp, torch.backends.mkldnn.matmul
     p, before_flags = nn.Parameter(normal(12, 48)), flags.fp32_precision
     p.grad, before = normal(12, 48, seed=3), p.detach().clone()
@@ -189,7 +189,7 @@ def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatc
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """After long schedules in fp16, singular values must be near 1. Restarts keep rounding noise in the null space from
+    """Singular values must be near 1 after long schedules in fp16. Restarts keep rounding noise in the null space from
     overflowing, so no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     found = orthogonalize(x[None].float(), schedule(name, steps).triples, method="gram", dtype=FP16)[0]
@@ -209,7 +209,7 @@ def test_global_precision_flags_change_nothing(method: str) -> None:
         flags.fp32_precision = before
 
 
-# The deprecation warning comes from torch 2.11 itself.
+# The deprecation warning comes from torch 2.11 itself, not from shardmuon.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_step_is_not_traced() -> None:
     import torch._dynamo

@@ -1,4 +1,4 @@
-"""Tests of the error of each schedule on five spectra, measured as the distance from the polar factor, and of the
+"""Tests of the error of each schedule on five spectra (measured as the distance from the polar factor), and of the
 rounding error that each method and dtype adds."""
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def _where(spectra: Sequence[tuple[str, int, int]]) -> pytest.MarkDecorator:
 
 @lru_cache
 def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return an fp32 matrix that has one of the spectra, and the singular value decomposition of this matrix in
-    fp64."""
+    """Return an fp32 matrix with one of the tested spectra, and its singular value decomposition in fp64."""
     x = spectrum(*SPECTRA_AND_RANK_1[at]).float()
     return x, *torch.linalg.svd(x.double(), full_matrices=False)
 
 
 @lru_cache
 def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
-    """Return an fp64 matrix that has one of the spectra, its polar factor, and a bound on the error of the computed
+    """Return an fp64 matrix with one of the tested spectra, its polar factor, and a bound on the error of the computed
     polar factor."""
     x = spectrum(*SPECTRA[at])
     return x, polar_factor(x), polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)
@@ -56,7 +55,7 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
     assert_near(found, polar, CASES[name, steps].errors[at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
-# The Gram form in bf16 is missing, because it is refused (see test_gram.py).
+# The Gram form in bf16 is missing, because it is not supported (see test_gram.py).
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 
@@ -64,8 +63,8 @@ PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard",
 @_where(SPECTRA_AND_RANK_1)
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
     """Rounding errors are largest in the null space of low-rank matrices, where noise is orthogonalized as well. In a
-    rank-1 matrix, the only singular value is 1 after normalization, and it must keep its sign, which some published
-    schedules flip.
+    rank-1 matrix, the only nonzero singular value is 1 after normalization. It must keep its sign, although some
+    published schedules flip the sign.
 
     Each case runs two combinations of method and dtype, so that every combination runs on every spectrum and every
     schedule at least twice.

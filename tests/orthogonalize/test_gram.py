@@ -39,8 +39,8 @@ def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: in
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Polar Express, fp16 and n = 4 m, both local and full restarts must stay within the error bound for one
-    restart, and the local restart must need less memory."""
+    """Both local and full restarts must stay within the error bound for one restart with Polar Express, fp16 and n = 4
+    m. The local restart must also need less memory."""
     x, coefficients = spectrum(kind, 256, 1024).float(), schedule("polar_express").triples
     exact = steps_written_out(x.double(), coefficients)
     for aspect in (7 / 3, 1e9):
@@ -57,7 +57,7 @@ def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize("num", [1, 3])
 def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num: int) -> None:
     x = torch.randn(num, num_rows, 130, generator=torch.Generator().manual_seed(num_rows), dtype=torch.float64)
-    # The product of a matrix with its transpose is square, with one row for each row of the matrix.
+    # The product of a matrix with its transpose is square, with as many rows as the matrix.
     square = (num, num_rows, num_rows)
     products, of_one = (Products(shape, x.device, x.dtype) for shape in (square, square[1:]))
     gram = products.symmetric_mm(x, x.mT, out=x.new_empty(num, num_rows, num_rows))
@@ -87,12 +87,13 @@ def near_product(found: torch.Tensor, wanted: torch.Tensor, sizes: torch.Tensor,
 # ------------------------------------------------------------------------------- every schedule, every rank of input
 
 SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
-# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts.
+# In FLAT_FIRST, the polynomial of the first step has slope 0 at zero, which must not delay the restarts of the Gram
+# form.
 FLAT_FIRST = ((0.0, 1.0, 0.0), *KELLER, *KELLER[:1])
 ALL = [("keller", 3), ("keller", 8), ("polar_express", 3), (FLAT_FIRST, 6), *CASES]
 
 
-# Returns an fp32 matrix of shape (rows, cols).
+# The result is an fp32 matrix of shape (rows, cols).
 def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:
     index = torch.arange(rank, dtype=torch.float64)
     values = {"flat": index * 0 + 1, "power": 1 / (1 + index), "log": 10 ** (-3 * index / max(rank - 1, 1))}[kind]
@@ -102,8 +103,8 @@ def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:
 
 @cache
 def low_and_full_ranks() -> list[torch.Tensor]:
-    """Return fp32 matrices for combinations of shape, rank (from 1 to full) and spectrum. Low ranks are the hardest
-    cases, because rounding errors are amplified most in the null space."""
+    """Return fp32 matrices for combinations of shape, rank (from 1 to full) and spectrum. Low-rank matrices are the
+    hardest cases, because rounding errors are amplified most in the null space."""
     return [
         of_rank(rank, *shape, kind)
         for shape in SHAPES
@@ -133,9 +134,9 @@ def worst_error(coefficients: Coefficients, dtype: torch.dtype, method: str) -> 
         # restarts, they would be more than 16 times as large.
         (torch.float32, torch.float32, 8),
         (torch.float16, torch.float16, 8),
-        # On low ranks, the Gram form in fp16 and the standard form in bf16 both have large errors, because rounding
-        # noise in the null space is amplified. "auto" may choose the Gram form in fp16 over the standard form in bf16,
-        # so the Gram form's error must not be larger.
+        # For low-rank matrices, the Gram form in fp16 and the standard form in bf16 both have large errors, because
+        # rounding noise in the null space is amplified. "auto" may choose the Gram form in fp16 over the standard form
+        # in bf16, so the Gram form's error must not be larger.
         (torch.float16, torch.bfloat16, 1),
     ],
 )

@@ -1,5 +1,5 @@
-"""Tests of the orthogonalizers: their results must match torch's, and the schedule's polynomial applied to the singular
-values."""
+"""Tests of the orthogonalizers: their results must match those of torch, and the singular values must be those computed
+with the schedule's polynomial."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_singular_vectors_stay_and_values_go_through_the_polynomial(
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_emulated_half_precision_is_near_the_real_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs without half-precision instructions, matmuls run in fp32 and round where these instructions would round.
-    The result must match real half-precision matmuls within rounding."""
+    """Matmuls on CPUs without half-precision instructions run in fp32 and round wherever these instructions would
+    round. The result must match real half-precision matmuls within rounding."""
     x = normal(24, 60)
     monkeypatch.setattr(importlib.import_module("shardmuon.orthogonalize"), "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]

@@ -1,5 +1,5 @@
-"""Tests of Newton-Schulz schedules: names, sources, computed bands of singular values, and the refusal of schedules
-that flip signs or diverge."""
+"""Tests of Newton-Schulz schedules: names, sources, computed bands of singular values, and errors for schedules that
+flip signs or diverge."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_names_of_other_libraries_are_known() -> None:
 def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     raw = (8.28721201814563, -23.595886519098837, 17.300387312530933)
     first = schedule("polar_express", 4).triples[0]
-    # The found and the expected coefficients each round one power and one quotient.
+    # Both the computed and the expected coefficients are rounded twice, once for a power and once for a quotient.
     assert_rounded(first, (raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5), roundings=2 * (5 + 1))
     assert schedule("polar_express", 10).triples[7:] == ((1.875, -1.25, 0.375),) * 3
     assert [len(schedule("polar_express", steps).triples) for steps in range(4, 9)] == [4, 5, 6, 7, 8]
 
 
-AOL = (  # T. Boissin (2025) designed this schedule for row-scaled input.
+AOL = (  # T. Boissin (2025) designed the following schedule for row-scaled input.
     (4.0098, -7.0585, 2.4635),
     (3.4585, -5.5479, 2.5959),
     (2.7573, -3.2939, 1.4254),
@@ -121,8 +121,8 @@ SOUND = [(name, len(schedule(name).triples)) for name in dict.fromkeys(name for 
 
 @st.composite
 def near_known_ones(draw: st.DrawFn) -> list[tuple[float, float, float]]:
-    """Draw the first steps of a published schedule, with the input of each step rescaled and each coefficient changed
-    by up to 2%."""
+    """Draw the first steps of a published schedule, rescaling the input of each step and changing each coefficient by
+    up to 2%."""
     name, steps = draw(st.sampled_from(SOUND))
     kept = draw(st.integers(1, steps))
     moved = []

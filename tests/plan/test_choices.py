@@ -26,8 +26,8 @@ from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
-# Each row gives the upper limit and the current value of the estimated time of an optimizer step on H100s without
-# AdamW's part, in percent of the time of a training step with 4 M tokens.
+# Each row gives the upper limit and the current value of the estimated optimizer step time on H100s, excluding AdamW,
+# in percent of the time of a training step with 4 M tokens.
 TABLE = {
     ("llama3-8b", "shard=8"): (0.19, 0.182),
     ("llama3-8b", "shard=64"): (0.30, 0.274),
@@ -38,7 +38,7 @@ TABLE = {
     ("llama3-70b", "shard=64 tp=8"): (1.5, 0.856),
     ("kimi-k2", "pp=4 shard=64 ep=64"): (3.5, 3.47),
 }
-# Upper limits on the temporary memory of a step, in GiB, on the rank that needs the most.
+# Upper limits on the temporary memory of a step, in GiB, on the rank that needs the most memory.
 PEAKS = {
     ("llama3-8b", "shard=8"): 1.55,
     ("llama3-8b", "dp=8 shard=8"): 2.25,
@@ -62,7 +62,7 @@ def test_a_step_takes_the_share_of_training_that_is_stated(model: str, mesh: str
 
 
 def _job(seed: int) -> tuple[list[Spec], int]:
-    """Return specs of the parameters of a random decoder on a random mesh, and the number of shards per replica."""
+    """Return the specs of all parameters in a random decoder on a random mesh, and the number of shards per replica."""
     draw = random.Random(seed)
     d, layers = draw.choice([512, 1024, 2048, 4096]), draw.randint(4, 12)
     replicas, shards = draw.choice([1, 1, 2, 4, 8]), draw.choice([2, 4, 8, 16, 32])
@@ -104,8 +104,8 @@ def test_no_other_buckets_are_cheaper_by_three_percent(seed: int) -> None:
 @pytest.mark.parametrize("seed", [seed for seed in range(16) if _job(seed)[0][0].layout.has_replicas])
 def test_replicas_share_the_work_where_that_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas may either share the work and exchange results, or each do all of the work. The planner lets them share
-    it even if this takes up to 3% and three inter-node latencies longer, because replicas that receive the same
-    results stay equal."""
+    the work even if sharing takes longer by up to 3% plus three inter-node latencies, because replicas that receive the
+    same results stay equal."""
     specs, _ = _job(seed)
     made, shared = make_plan(specs, Policy()), make_plan(specs, Policy(each=False))
     monkeypatch.setattr("shardmuon.plan.planner._NO_GAIN", 0)
@@ -123,8 +123,8 @@ def _num_owners(made: Plan) -> int:
 
 def test_ranks_with_most_to_do_hand_experts_on_within_their_node() -> None:
     """One of four ranks owns a dense matrix, and each rank has eight experts. Other ranks of the node must take over
-    experts from the busy rank, unless a post-processing stage (NorMuon, ..) keeps per-expert state, which would have
-    to be sent as well."""
+    experts from the busy rank, unless a post-processing stage (such as NorMuon) keeps per-expert state, because this
+    state would have to be sent as well."""
     experts = sharded(matrix_view((32, 48, 32), view="stack"), [range(4)], 0)
     dense = spec("dense", sharded(matrix_view((96, 32)), [range(4)], 0))._replace(costs=(12 * 10**9,))
     for per_node, stages, most, moved in ((4, 0, 12, 8), (1, 0, 20, 0), (4, 1, 20, 32)):
@@ -152,8 +152,8 @@ def _machine_of_file(name: str) -> Machine:
 
 def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
     """The planner's table of machines must match the hardware files. If ranks run on several machines, the slowest
-    determines the plan. A machine without a hardware file is reported as unknown, and users can pass a `Machine` of
-    their own."""
+    machine determines the plan. A machine without a hardware file is reported as unknown, and users can pass a
+    `Machine` of their own."""
     assert {name: _machine_of_file(name) for name in Hardware.names()} == MACHINES
     h100, a100, l40s = (
         f"NVIDIA {name}, sm_90, 132 SMs, CUDA 13.0; torch" for name in ("H100 80GB", "A100-SXM4", "L40S")
@@ -168,8 +168,9 @@ def test_machines_are_those_of_hardware_files_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize(("name", "dim", "ranks"), [("cpu-gloo", 512, 2), ("cpu-gloo", 768, 2), ("h100", 4096, 8)])
 def test_the_clock_of_choices_agrees_with_the_printed_interval(name: str, dim: int, ranks: int) -> None:
-    """The planner estimates the time of communicated matrices only, without the vote and the constant costs of a step.
-    For a plan in which all matrices are communicated, this estimate must be near the interval that `Price` reports."""
+    """The planner's own time estimate covers only communicated matrices, without the vote and the constant costs of a
+    step. For a plan in which all matrices are communicated, this estimate must be close to the interval that `Price`
+    reports."""
     layouts = [sharded(matrix_view(shape), [range(ranks)], 0) for shape in ((dim, dim), (4 * dim, dim), (dim, 4 * dim))]
     specs = [
         spec(str(i), layout, itemsize=2)._replace(hows=("standard bfloat16",)) for i, layout in enumerate(layouts * 8)
@@ -184,8 +185,8 @@ SHAPES = ((48, 32), (96, 32), (7, 5), (32, 96))
 
 
 def _replicas(machine: Machine, unlike: bool = False) -> tuple[list[int], str]:
-    """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. With `unlike`,
-    rank 3 reports a different machine."""
+    """Return the number of owners per matrix and the plan's text, for two replicas of two shards each. If `unlike` is
+    True, rank 3 reports a different machine."""
     rank, real, mesh = dist.get_rank(), binding.machine_stamp, mesh_of((2, 2))
     placed = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in SHAPES]
     stamps = mock.patch.object(

@@ -1,5 +1,5 @@
-"""Tests that the work is balanced over owners, that plans are equal on all ranks, and that planning for a thousand
-ranks is fast."""
+"""Tests that work is balanced across owners, that all ranks compute equal plans, and that planning for a thousand ranks
+is fast."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LOADED = {
     # Each of 16 ranks owns three of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 9.
     # Assigning matrices in descending order of cost gives one rank 10.
     "16 ranks": (transformer(16, 12, 384), 10 / 9),
-    # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. At
-    # best, the most loaded rank has 4 + 3, which is 7 / 6 of the mean.
+    # Each of 24 ranks owns two of 48 matrices with relative costs 1, 3, 4 and 4, so the mean cost per rank is 6. Even
+    # in the best assignment, the most loaded rank has a cost of 4 + 3, which is 7 / 6 of the mean.
     "24 ranks": (transformer(24, 12, 384), 7 / 6),
     "experts, one by one": (EXPERTS, 1.0),
 }
@@ -50,9 +50,10 @@ def test_the_most_loaded_rank_is_near_the_mean_or_the_largest_matrix(job: str) -
 
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
-    """Return the result of `make`, and the seconds it would take on a core that counts to a million in 25 ms.
+    """Return the result of `make`, and the time in seconds that `make` would take on a core that counts to a million in
+    25 ms.
 
-    The current speed of this machine, which other jobs may slow down, is measured by a loop just before and just after.
+    A loop just before and just after `make` measures the current speed of this machine, which other jobs may slow down.
     """
 
     def loop() -> float:
@@ -91,14 +92,15 @@ def test_choosing_for_400_matrices_on_1024_ranks_takes_half_a_second_and_program
     assert [len(digest) for digest in plan.digests.values()] == [16]
     mean = 2 * sum(item.rows * item.cols for item in plan.items) * (shards - 1) / shards**2 / replicas
     sent = sum(sum(p.gather.sent) + sum(p.scatter.sent) for p in programs)
-    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so one rank may be far above the mean.
+    # At this scale, a single matrix accounts for 60% of the mean load of a rank, so the load of one rank may be far
+    # above the mean.
     assert 0 < sent < 20 * mean
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """A step has several buckets so that communication overlaps with orthogonalization. It has fewer buckets where
-    owners have few matrices, because a rank without a matrix in a bucket would idle."""
+    """A step is split into several buckets so that communication overlaps with orthogonalization. If owners have few
+    matrices, there are fewer buckets, because a rank without a matrix in a bucket would idle."""
     d, inner = 4096, 11008
     kinds = [
         spec(str(shape), sharded(matrix_view(shape), [range(ranks)], 0), itemsize=2)
@@ -114,7 +116,7 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
 
 
 def test_a_plan_says_who_does_what() -> None:
-    """If many matrices have the same reason for their method, the printed plan gives the reason only once. Reasons must
+    """If the methods of many matrices have the same reason, the printed plan states the reason only once. Reasons must
     not change the digest of a plan."""
     named = [one._replace(reasons=("measured 5 ms",)) for one in transformer(2, 2, 8)]
     plan, unnamed = make_plan(named, Policy()), make_plan(transformer(2, 2, 8), Policy())

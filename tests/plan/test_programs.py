@@ -1,4 +1,4 @@
-"""Tests of plans and programs: which rank does which work, and that no work is done twice."""
+"""Tests of plans and of the ranks' programs: which rank does which work, and that no work is done twice."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardmuon.plan.program import BufferPlace, Copy, Load, Program, _joined
 @pytest.mark.parametrize("policy", [Policy(bucket_bytes=1200), EACH], ids=["one owner", "one of each replica"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_of_storages_batches_and_wires_is_written_once(layout: str, policy: Policy) -> None:
-    """Every element must be written exactly once. The test counts writes, because writing the same value twice would
-    not change any result."""
+    """Every element of storages, batches and exchange buffers must be written exactly once. The test counts writes,
+    because writing the same value twice would not change any result."""
     cases = [(name, LAYOUTS[layout](make()), i) for name, make in VIEWS.items() for i in (0, 1)]
     plan = make_plan([spec(f"{name} {i}", of, 2, 4 << i, everywhere=i > 0) for name, of, i in cases], policy)
     weights = [cut(s.layout, torch.zeros(s.layout.view.shape)) for s in plan.specs]
@@ -102,9 +102,9 @@ def test_owners_without_a_choice_count_before_the_others_choose() -> None:
 
 
 def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part_what_a_relay_joins() -> None:
-    """Post-processing stages (NorMuon, ..) keep state for 8 matrices on 2 x 2 ranks. A rank must still send all results
-    that it relays in one block, and receive relayed results in one block. Gradients, and results without state, are
-    exchanged only within a replica."""
+    """Post-processing stages (such as NorMuon) keep state for 8 matrices on 2 x 2 ranks. Nevertheless, a rank must send
+    all the results that it relays as one block, and must receive relayed results as one block. Gradients, and results
+    without state, are exchanged only within a replica."""
     layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
     plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
     bare = make_plan([spec(f"p{i}", layout) for i in range(8)], Policy())
@@ -117,8 +117,8 @@ def test_a_replica_is_served_by_its_own_ranks_and_what_stages_keep_does_not_part
 
 
 def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
-    """Rank 1 is in two rank sets and packs its local matrices from both into the same buckets. It must compute the same
-    digest for each set as the ranks that are only in that set."""
+    """Rank 1 belongs to two sets of ranks and packs its local matrices from both sets into the same buckets. For each
+    set, it must compute the same digest as the ranks that belong only to that set."""
 
     def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
         stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
@@ -138,8 +138,8 @@ def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> N
 
 
 def test_every_owner_has_equal_work_in_each_share() -> None:
-    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size allows two
-    large matrices per owner and bucket. Within each bucket, all owners must have equal work."""
+    """Each of 48 layers has one small and two large matrices, all sharded over 8 ranks. The bucket size allows each
+    owner two large matrices per bucket. Within each bucket, all owners must have equal work."""
     view, large = matrix_view((16, 16)), matrix_view((64, 16))
     layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
     plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
@@ -183,8 +183,8 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
 
 
 def _num_filled(line: Sequence[Item], most: int) -> int:
-    """Return the number of shares that are needed if the items of `line` are put into shares in order, with at most
-    `most` elements per share."""
+    """Return how many shares (groups of at most `most` elements) are needed to hold the items of `line` if they are
+    assigned in order."""
     num, left = 0, 0
     for item in line:
         num, left = (num + 1, most) if not num or item.numel > left else (num, left)
@@ -237,8 +237,8 @@ def _copies(num: int, sizes: tuple[int, int], here: tuple[int, ...], there: tupl
 
 
 def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> None:
-    """In the last case, each of five senders sends rows of two matrices with 6 columns and of one matrix with 4
-    columns. These copies must be joined into two, one for each number of columns."""
+    """Each of five senders in the last case sends rows of two matrices with 6 columns and of one matrix with 4 columns.
+    These copies must be joined into two, one for each number of columns."""
     place = BufferPlace
     assert _joined(_copies(6, (2, 8), (16, 8), (16, 8))) == (Copy((96,), place(0, (1,)), place(0, (1,))),)
     columns = _copies(6, (4, 2), (8, 2), (2, 12))
@@ -254,7 +254,7 @@ def test_copies_join_in_rows_and_by_shape_and_never_with_a_stride_of_zero() -> N
 
 def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
     """The matrices are blocks of a fused weight. One of them is too small for half-precision matmuls, so it must be
-    exchanged in a wider dtype, in a bucket of its own."""
+    exchanged in a wider dtype and in a separate bucket."""
     layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
     plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
     assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

@@ -1,5 +1,5 @@
-"""Tests of QK-clip in a single process: the scaling rule against fp64 code, measured logits, discovered layers, and
-refusals."""
+"""Tests of QK-clip in a single process: the scaling rule against fp64 code, measured logits, layer discovery, and
+errors for unsupported models."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _hooked(model: nn.Module, **options: Any) -> QKClip:
 
 
 def clip_by(logits: Any, model: nn.Module, **options: Any) -> Tensor:
-    """Take a step without gradients, in which QK-clip scales the model by the given maxima. Returns the gains of the
-    first layer."""
+    """Take a step without gradients, in which QK-clip scales the model's weights based on the given maximum logits.
+    Return the gains of the first layer."""
     clip = _hooked(model, logits=lambda: logits, **options)
     clip._optimizer.step()
     return clip.report.layers[0].gains
@@ -240,7 +240,8 @@ def test_only_every_nth_step_is_measured() -> None:
 
 
 def _of(config: Any = None, **layers: Any) -> nn.Module:
-    """Return a module with the given attributes. A tuple (inputs, outputs) becomes a linear layer."""
+    """Return a module with the given attributes. An attribute given as a tuple (inputs, outputs) becomes a linear
+    layer."""
     module = nn.ModuleDict({n: nn.Linear(*sizes) for n, sizes in layers.items() if isinstance(sizes, tuple)})
     for name, value in {"config": config, **layers}.items():
         if not isinstance(value, tuple):

@@ -1,5 +1,5 @@
-"""Tests of QK-clip on overlapping rank sets, and of exceptions on one rank: either all ranks raise, or all ranks
-continue with the same results."""
+"""Tests of QK-clip on overlapping sets of ranks, and of exceptions on one rank: either all ranks raise an error, or all
+ranks continue with the same results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from shardmuon_qkclip.scaling import Scaler
 
 pytestmark = pytest.mark.ranks
 
-# The rank sets that store one weight. All ranks of a set share the weight, and a rank in none of the sets has a weight
-# of its own.
+# `Sets` lists the sets of ranks that store one weight. All ranks in a set share the weight, and a rank in none of the
+# sets has a weight of its own.
 Sets = list[tuple[int, ...]]
-Family = dict[str, Sets]  # The keys are names of weights, which end with the index of their layer.
+Family = dict[str, Sets]  # Each key is the name of a weight, which ends with the index of the weight's layer.
 
 FAMILIES: dict[str, Family] = {
     "rows and columns": {"q0": [(0, 1), (2, 3)], "k0": [(0, 2), (1, 3)], "q1": [(0, 1, 2, 3)], "k1": [(0, 1, 2, 3)]},
@@ -51,7 +51,7 @@ def _own(sets: Sets) -> tuple[int, ...]:
 
 
 def _maxima(layers: Iterable[str], rank: int, seed: int) -> dict[str, Tensor]:
-    """Return the largest logits in one rank's batches. On ranks 1 and 2, the logit of one head is NaN."""
+    """Return the largest logit of each head over one rank's batches. On ranks 1 and 2, the logit of one head is NaN."""
     found = {name: normal(4, seed=1000 * seed + 10 * rank + int(name)).abs() for name in layers}
     for maxima in found.values() if rank in (1, 2) else ():
         maxima[rank] = math.nan
@@ -80,8 +80,8 @@ class Job(jobs.Job):
         self.step(0)
 
     def reduce(self, seed: int, logits: Any = None, **changes: Any) -> Scaler:
-        """Reduce the maxima over ranks and return the scaler. If there is no scaler yet, or if `changes` contains
-        arguments for one, a new scaler is created first."""
+        """Reduce the maximum logits over ranks and return the scaler. If there is no scaler yet, or if `changes`
+        contains constructor arguments for a scaler, a new one is created first."""
         if self.scaler is None or changes:
             self.scaler = Scaler(self.optimizer, **{"layers": self.layers, "tau": TAU, **changes})
         with Refused.made_public():
@@ -102,8 +102,8 @@ def _both_clip(job: Job, twin: Job, seed: int, **given: Any) -> None:
 
 
 def _scaled(name: str) -> list[str]:
-    """Clip twice. Returns the names of the weights that differ from the expected ones, which are scaled by the rule for
-    the maxima over all connected ranks."""
+    """Clip twice. Return the names of the weights that differ from the expected ones, which are scaled according to the
+    maximum logits over all connected ranks."""
     job = Job(name)
     wanted = {spec.name: p.detach().clone() for p, spec in job.specs.items()}
     for seed in range(2):
@@ -137,7 +137,7 @@ DIFFERENT["rows on all ranks"] = {"layers": [_SHORT], "logits": dict}
 
 
 def _differing(what: str) -> list[str]:
-    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Returns
+    """Clip twice while rank 2 passes different arguments, has lost its cached table, or has replaced a weight. Return
     the error messages. Afterwards, a call with equal arguments on all ranks must succeed."""
     beyond = {"process_group": dist.group.WORLD} if what == "layers of a group" else {}
     job, twin = (Job("alone" if beyond else "rows and columns") for _ in range(2))
@@ -145,7 +145,7 @@ def _differing(what: str) -> list[str]:
     odd, said = dist.get_rank() == 2 or what == "rows on all ranks", list[str]()
     if odd and what == "no table":
         job.scaler = None
-    # Ranks 2 and 3 share the weight, so both replace it by a weight of a different shape.
+    # Ranks 2 and 3 share the weight, so both replace it with a weight of a different shape.
     elif what == "replaced" and dist.get_rank() in (2, 3):
         for one in (job, twin):
             one.groups[0]["params"][0] = nn.Parameter(normal(12, 7, seed=5))
@@ -190,9 +190,9 @@ def test_ranks_that_differ_all_raise_and_the_next_call_goes_on(what: str, found:
 
 
 def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int]:
-    """Run `reduce` once for each function that it enters before the vote, and raise an exception in this function on
-    one rank. Returns the functions whose exception went unnoticed, and the number of exceptions that all ranks
-    raised. If `first` is True, the cached table is dropped before each call."""
+    """Run `reduce` once for each function that it enters before the vote, raising an exception in this function on one
+    rank. Return the functions whose exception went unnoticed, and the number of exceptions that caused an error on all
+    ranks. If `first` is True, the cached table is deleted before each call."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -228,7 +228,8 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
     """Raise an exception on one rank in each function that runs after the vote, and return the errors. After each
-    error, no rank may step until it has loaded a state dict. Then all ranks must continue."""
+    error, no rank may take a step until it has loaded a state dict. After loading, all ranks must be able to
+    continue."""
     join(store)
     job, twin = Job(kind), Job(kind)
     _both_clip(job, twin, 0)
@@ -259,8 +260,8 @@ def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "plain"])
 def test_whatever_is_raised_after_the_vote_breaks_the_step_of_all(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """If one rank fails after the vote, all ranks must raise instead of waiting for it, even if the failing rank had
-    not begun to scale."""
+    """If one rank fails after the vote, all ranks must raise an error instead of waiting for the failed rank, even if
+    that rank had not begun to scale weights."""
     everyone = ranks.run(_after_the_vote, str(tmp_path / "store"), kind)
     victim = 1 % ranks.world_size
     who = f"rank {victim}: " if ranks.world_size > 1 else ""

@@ -59,8 +59,8 @@ def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
-    """Return the largest logits in one rank's batches. About half of the heads exceed 100, and no single rank has the
-    largest logit of every head."""
+    """Return the largest logit of each head over one rank's batches. About half of the heads exceed 100, and no single
+    rank has the largest logit of every head."""
     return {x.name: 100 + 60 * normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
@@ -70,8 +70,8 @@ def _optimizer(params: Mapping[str, Tensor], given: Any = None, **options: Any) 
 
 
 def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable[int], **options: Any) -> QKClip:
-    """Return a QKClip whose logits function returns the maxima over the batches of the given ranks. Each step has new
-    batches."""
+    """Return a QKClip whose `logits` function returns the largest logit of each head over the batches of the given
+    ranks. Each step has new batches."""
     warnings.filterwarnings("ignore", "no parameter of this optimizer has a gradient", UserWarning)
     steps = itertools.count(step=10)
 
@@ -84,8 +84,8 @@ def _hooked(params: Mapping[str, nn.Parameter], optimizer: Muon, ranks: Iterable
 
 
 def _on_one_process(weights: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights after steps with the given gradients in a single process, which clips by the maxima over all
-    ranks' batches."""
+    """Return the weights after steps with the given gradients in a single process, which clips based on the maximum
+    logits over all ranks' batches."""
     params = {n: nn.Parameter(t) for n, t in weights.items()}
     optimizer = _optimizer(params)
     _hooked(params, optimizer, range(dist.get_world_size()), process_group=(dist.get_rank(),))
@@ -102,7 +102,8 @@ def _matches_one_process(layout: str, dtype: torch.dtype) -> list[str]:
     optimizer = _optimizer(params, **LAYOUTS[layout].options(dist.get_world_size()))
     beyond = dist.group.WORLD if layout in ("single", "mixed meshes", "mcore buffers") else None
     _hooked(params, optimizer, (dist.get_rank(),), process_group=beyond)
-    # The first step locates the weights on the ranks and caches the result in a table, which the second step uses.
+    # The first step determines which ranks store which weights and caches the result in a table, which the second step
+    # uses.
     for _ in range(2):
         optimizer.step()
     wanted = placed(layout, _on_one_process(_model(dtype), [{}, {}]))
@@ -122,8 +123,8 @@ def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
 
 
 def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: torch.dtype) -> list[str]:
-    """Return the names of the weights that differ from a single-process run. If the framework keeps fp32 masters, the
-    masters are compared."""
+    """Return the names of the weights that differ from a single-process run. If the framework keeps fp32 master
+    weights, the master weights are compared."""
     clips = list[QKClip]()
 
     def make(params: Any, options: Any) -> Muon:
@@ -141,7 +142,7 @@ def _framework_matches(kind: type[Fsdp1Run] | type[ZeroRun], row: str, dtype: to
     found = run.weights()
     wanted = _on_one_process(run.start(_model(dtype)), [run.gradients(given) for given in grads])
     wrong = [n for n, t in found.items() if not torch.equal(t, wanted[n])]
-    if dtype == torch.bfloat16:  # The model's weights must be the clipped fp32 masters, rounded to bf16.
+    if dtype == torch.bfloat16:  # The model's weights must equal the clipped fp32 master weights, rounded to bf16.
         import deepspeed
 
         params = dict(run._params)
@@ -188,8 +189,9 @@ def _megatron_run(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, 
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """Clip in two steps with lr=0. Returns the names of the weights that differ from the expected ones. In these, the
-    query and key rows are scaled twice in fp32 and rounded to `dtype` once at the end."""
+    """Clip in each of two optimizer steps with lr=0. Return the names of the weights that differ from the expected
+    ones. In the expected weights, the query and key rows are scaled twice in fp32 and rounded to `dtype` once at the
+    end."""
     wanted, found = (_megatron_run(sizes, distributed, dtype, clipped) for clipped in (False, True))
     weight = wanted["decoder.layers.0.self_attention.linear_qkv.weight"]
     first = dist.get_rank() % 2 if sizes else 0
@@ -223,8 +225,8 @@ _SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=
 
 def _measured(shape: dict[str, int], parts: int) -> list[list[list[float]]]:
     """Measure each layer's largest logits twice: in a single process on all sequences, and on a mesh whose ranks each
-    process a part of the sequences. Of the two backward passes per step, only the second synchronizes gradients.
-    Returns both results."""
+    process a part of the sequences. Of the two backward passes per step, only the second synchronizes gradients. Return
+    both results."""
     everyone = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(1))
     reports = []
     for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):

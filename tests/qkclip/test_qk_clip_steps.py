@@ -1,4 +1,4 @@
-"""Tests of which forward passes QK-clip counts for a step, and of errors between and during steps."""
+"""Tests of which forward passes QK-clip takes into account for a step, and of errors between and during steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAU = 0.5
 
 
 class Job:
-    """A model of two attention layers and, between them, a linear layer that is not trained."""
+    """A model of two attention layers and, between them, a linear layer that is not passed to the optimizer."""
 
     def __init__(self, folder: Path | None = None, **options: Any) -> None:
         torch.manual_seed(0)
@@ -39,8 +39,8 @@ class Job:
         return self.model(scale * normal(2, 5, 12, seed=seed)).square().mean()
 
     def step(self, *seeds: int) -> list[Tensor]:
-        """Take a step on the batches of the given seeds. Returns the largest logit of each head in both layers,
-        computed in fp64."""
+        """Take a step on the batches of the given seeds. Return the largest logit of each head in both layers, computed
+        in fp64."""
         first = [normal(2, 5, 12, seed=seed) for seed in seeds]
         with torch.no_grad():
             inputs = {0: first, 2: [self.model[:2](x) for x in first]}

@@ -1,4 +1,5 @@
-"""Small models for the tests of routing, which imitate well-known models without importing their libraries."""
+"""Small models for the routing tests. They imitate well-known models without importing the libraries of those
+models."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def shared(**modules: Any) -> nn.Module:
 
 
 def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
-    """Replace a weight by an empty placeholder. If a shape is given, it becomes the placeholder's `ds_shape`, as in
+    """Replace a weight with an empty placeholder. If a shape is given, it becomes the placeholder's `ds_shape`, as in
     ZeRO-3."""
     module.weight = nn.Parameter(torch.empty(0))
     if ds_shape is not None:
@@ -123,7 +124,7 @@ def tensor_parallel(num_rows: int) -> nn.Module:
 
 
 def experts(*, router: int = 4, apart: bool = False, inner: int = 24, inputs_first: bool = False) -> nn.Module:
-    """Return four experts and their router. With `inputs_first`, the experts' matrices are stored transposed."""
+    """Return four experts and their router. If `inputs_first` is True, the experts' matrices are stored transposed."""
     up, down = (4, inner, 16), (4, 16, inner)
     up, down = (down, up) if inputs_first else (up, down)
     stacks = typed("Experts", w_up=table(*up), w_down=table(*down))

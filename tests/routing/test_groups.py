@@ -1,5 +1,5 @@
-"""Tests of routing: every trainable parameter goes to Muon or AdamW by its type and shape, and unclear cases are
-reported."""
+"""Tests of routing: every trainable parameter goes to Muon or AdamW based on its module type and shape, and ambiguous
+cases are reported."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ _BOTH = [f"{model}.{name}" for model in ("actor", "critic") for name in LAYERS]
 
 
 def three(**others: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that builds a model with the layers `others` and without repeated blocks. Both the vocabulary
-    size and the width of the model are 16."""
+    """Return a function that builds a model from an embedding and the layers `others`, without repeated blocks. The
+    vocabulary size and the width of the model are both 16."""
     return lambda: nn.ModuleDict({"embed": nn.Embedding(16, 16), **others})
 
 
@@ -202,8 +202,8 @@ HEADS: dict[str, Case] = {
 
 
 def three_dims(num: int, rows: int, cols: int) -> Case:
-    """Return a case with a 3-D parameter of a module of unknown type. The shape alone does not show whether the
-    parameter is a stack of experts, stored transposed or not, or a table."""
+    """Return a case with a 3-D parameter in a module of unknown type. The shape alone does not tell whether the
+    parameter is a stack of experts (transposed or not) or a table."""
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
     row: dict[str, object] = {"reason": f"stack of {num} matrices, by its shape alone", **of(*[(rows, cols)] * num)}
@@ -224,7 +224,7 @@ def small(name: str, param: Tensor, module: nn.Module) -> bool:
     return name.startswith("layers.0") and param.shape[0] == 8 and isinstance(module, nn.Linear)
 
 
-# There are two query groups. Each has four query heads, one key head and one value head, and the head size is 2.
+# There are two query groups. Each group has four query heads, one key head and one value head. The head size is 2.
 _QKV = {"split_sizes": [8, 2, 2], "split_groups": 2}
 _TURNED = {"transposed": True}
 _PAIRS: dict[str, object] = {**_ADAMW, "reason": "last dim of 2: pairs of numbers, as complex ones are kept"}
@@ -603,8 +603,8 @@ def test_groups_carry_the_options_given_and_those_of_an_override_make_a_group_of
 )
 def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, scale: Any) -> None:
     """The RMS of an orthogonalized matrix is 1/sqrt(max(r, c)) times 0.68 to 1.14, the range of its singular values.
-    The RMS of AdamW's first update is lr. This is five times its usual RMS of 0.2 lr, so the test multiplies it by
-    0.2."""
+    The RMS of AdamW's first update is lr. The RMS of later AdamW updates is usually 0.2 lr, so the test multiplies the
+    first update's RMS by 0.2."""
     model = Llama()
     groups = param_groups(model, lr=lr, adjust_lr_fn=scale)
     optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, weight_decay=0.0)
@@ -629,8 +629,8 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
     assert given.matched is None and "no adamw_lr" not in str(given)
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
         assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
-    # The usual RMS of Muon's update is lr / 32 for this shape, and that of AdamW's update is 0.2 lr. Their ratio is
-    # rounded to six digits.
+    # For this shape, the usual RMS of Muon's update is lr / 32, and that of AdamW's update is 0.2 lr. The ratio of the
+    # two is rounded to six digits.
     assert param_groups(linear(1024, 1024), lr=1.0).matched == float(f"{1 / 32 / 0.2:.6g}")
 
 

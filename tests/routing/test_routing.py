@@ -1,8 +1,5 @@
-"""Tests of routing by module type. The modules have the names and sizes of well-known ones, so that their libraries are
-not needed.
-
-tests/zoo tests the libraries' own models.
-"""
+"""Tests of routing by module type. The modules imitate the names and sizes of well-known models, so that the models'
+libraries are not needed. tests/zoo tests the libraries' own models."""
 
 from __future__ import annotations
 
@@ -192,7 +189,7 @@ def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols
 
 
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
-    """DeepSpeed's zero.Init replaces parameters by empty placeholders and stores the real shape in ds_shape. Routing
+    """DeepSpeed's zero.Init replaces parameters with empty placeholders and stores the real shape in ds_shape. Routing
     must use the real shape."""
     models = [known_types(), known_types()]
     for module in models[1].modules():

@@ -20,7 +20,8 @@ from demo_script import load_example
 
 from shardmuon.testing import RankPool
 
-# Number of the audited step, counted from 1. Each example takes more steps than that, even if it resumes halfway.
+# Number of the audited step, counted from 1. Each example takes more steps than this number, even if it resumes
+# halfway.
 AUDITED = 2
 
 RankPool.preload("stack_preload")
@@ -70,7 +71,7 @@ def run(example: str, world: int, *, prepare: str = "", **arguments: Any) -> lis
     with contextlib.closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    # The pool kills the ranks at the end, so the frameworks' own shutdown does not run.
+    # The pool kills the ranks at the end, so the frameworks' own shutdown code does not run.
     with RankPool(world, timeout=120.0) as pool:
         return pool.run(_watched, example, port, prepare, arguments)
 
@@ -108,8 +109,8 @@ def deepspeed_on_cpu() -> None:
 
 
 def force_fsdp2() -> None:
-    """Make accelerate use FSDP2 on a CPU. accelerate silently ignores an FSDP plugin on CPUs, although torch's
-    fully_shard works there."""
+    """Make accelerate use FSDP2 on a CPU. Without this change, accelerate silently ignores an FSDP plugin on CPUs,
+    although torch's fully_shard works on CPUs."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -127,7 +128,7 @@ def force_fsdp2() -> None:
 
 
 def _watching() -> Seen:
-    """Record every Muon step in this process, no matter who calls it."""
+    """Record every Muon step taken in this process, regardless of the caller."""
     import torch.optim.optimizer as hooks
 
     from shardmuon import Muon, audit

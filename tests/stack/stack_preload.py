@@ -1,4 +1,4 @@
-"""Modules that the fork server imports once, so that the ranks forked from it need not import them."""
+"""Modules that the fork server imports once, so that ranks forked from the server do not have to import them again."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
 """Tests that train every example on 1 and 2 ranks. They check which ranks orthogonalize each matrix, the number of
-Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with bitwise the same
-weights as an uninterrupted run."""
+Newton-Schulz runs, and the findings of an audit. A run that is resumed halfway must end with weights that are bitwise
+identical to those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tm
         owned = [owner for name in case.muon for owner in rank.owners[name]]
         assert len(owned) == matrices - sum(len(rank.owners.get(name, ())) for name in case.either)
         assert set(owned) == set(range(case.world))
-        # Examples that call `step()` several times per training step have their own Audit, which raises on a finding.
-        # ranks.py therefore adds no audit to them.
+        # Examples that call `step()` several times per training step have their own Audit, which raises an error on a
+        # finding, so ranks.py adds no audit to them.
         assert rank.compared == (matrices if case.calls == 1 else 0)
         assert [text for text in rank.heard if any(words in text for words in MISFIRES)] == []
         assert sum(rank.mine for rank in whole) == matrices

@@ -42,7 +42,7 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
     """The results must equal those of torch's fused AdamW kernel. Tensor sizes are multiples of the SIMD width, because
-    the kernel uses different rounding for elements that do not fill a SIMD register."""
+    the kernel rounds differently for remainder elements that do not fill a SIMD register."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -134,7 +134,8 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype) ->
             assert (t.placements, t.shape, t.dtype) == (p.placements, p.shape, p.dtype)  # type: ignore[attr-defined]
 
 
-# Functions that copy a tensor. All except torch.clone return a copy with other strides or at an unaligned address.
+# Functions that copy a tensor. All except torch.clone return a copy whose strides differ from the original's or whose
+# address is unaligned.
 FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.clone,
     lambda t: torch.stack([t, torch.full_like(t, 9.0)], dim=-1)[..., 0],
@@ -146,8 +147,8 @@ FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
-    """Step a random matrix in one optimizer and its row blocks in another, with random block sizes, memory layouts and
-    order. The results must be bitwise identical."""
+    """Update a random matrix with one optimizer and the row blocks of the same matrix with another. Block sizes, memory
+    layouts and the order of the blocks are random. The results must be bitwise identical."""
     draw, ends = random.Random(f"{dtype}"), 0
     for seed in range(40):
         rows, cols = draw.randint(1, 40), draw.choice([1, 2, 3, 7, 16, 33, 64])
@@ -179,8 +180,8 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_tensors_of_unlike_step_counts_keep_their_own(dtype: torch.dtype) -> None:
-    """Small tensors with equal step counts share one padded copy, which the fused kernel updates with a single step
-    count. Tensors with different step counts must not share a copy."""
+    """Small tensors with equal step counts are copied into one padded buffer, which the fused kernel updates with a
+    single step count. Tensors with different step counts must not share a buffer."""
     mine, alone = (parameters(dtype, ((3,), (5,), (7,), (9, 1))) for _ in range(2))
     together, single = Muon(adamw_group(mine), lr=1e-3), [Muon(adamw_group([p]), lr=1e-3) for p in alone]
     for seed in range(4):

@@ -2,7 +2,7 @@
 state unchanged.
 
 Each fault changes the job on one rank, for example a gradient or an option, before all ranks make the same call. If the
-call is refused, the next step must be bitwise identical to that of a twin job that never made this call.
+call raises an error, the next step must be bitwise identical to that of an identical job that never made this call.
 """
 
 from __future__ import annotations
@@ -98,12 +98,13 @@ def _listed(order: slice) -> Callable[[Job], None]:
 
 def _renamed(job: Job) -> None:
     job.groups[0]["param_names"] = ["x", "y", "z"][: len(job.groups[0]["params"])]
-    # Muon reads parameter names only when it makes a plan. Without a plan, the next call reads the new names.
+    # Muon reads parameter names only when it makes a plan. If there is no plan, the next call reads the new names.
     job.optimizer.binding = None
 
 
 def _moved(job: Job) -> None:
-    """Move all matrices but the first to a new parameter group with a different lr, without changing their order."""
+    """Move all matrices except the first to a new parameter group with a different lr, without changing the order of
+    the matrices."""
     old = job.groups[0]
     new = {**old, "lr": 0.3}
     for key in ("params", "param_names"):
@@ -112,7 +113,7 @@ def _moved(job: Job) -> None:
 
 
 def _given(**options: Any) -> Callable[[Job], None]:
-    """Return a fault that replaces the optimizer by one that has the same parameter groups but different constructor
+    """Return a fault that replaces the optimizer with one that has the same parameter groups but different constructor
     options."""
 
     def do(job: Job) -> None:
@@ -339,9 +340,10 @@ CALLS = {
     "clip": Call(lambda job: clip_grad_norm_(job.optimizer, 0.5, process_group=dist.group.WORLD), notices_all=False),
 }
 OF_ADAMW = (" eps", " betas", " adamw")
-Round = dict[int, str]  # A Round maps a rank to the name of the fault on that rank.
-# Found gives the class and the message of the exception that a call raised on one rank, and the names of the values
-# that are wrong: those that the refused call changed, and those that differ from the twin job after the next step.
+Round = dict[int, str]  # A Round maps each rank that has a fault to the name of the fault.
+# Found holds the class and the message of the exception that a call raised on one rank, and the names of all wrong
+# values: those changed by the call that raised, and those that differ after the next step from an identical job that
+# never made this call.
 Found = tuple[str, str, list[str]]
 
 
@@ -375,15 +377,16 @@ def _refusals(layout: str, call: str, rounds: Sequence[Round]) -> list[Found]:
 
 
 def _component(layout: str, ranks: set[int]) -> set[int]:
-    """Return `ranks` together with all ranks that share parameters with them, directly or through other ranks."""
+    """Return `ranks` together with all ranks connected to them by shared parameters, directly or through other
+    ranks."""
     for _ in range(8):
         ranks = ranks.union(*(set(sets) for sets in FAMILIES.get(layout, FAMILIES["chain"]) if ranks & set(sets)))
     return ranks
 
 
 def _check(layout: str, call: str, rounds: Sequence[Round], everyone: Sequence[list[Found]]) -> int:
-    """Check the errors that all ranks raised in each round, and return the number of rounds in which the call was
-    refused."""
+    """Check the errors that all ranks raised in each round, and return the number of rounds in which the call raised an
+    error."""
     refused = 0
     for number, faults in enumerate(rounds):
         concerned = _component(layout, set(faults))
@@ -429,10 +432,10 @@ AGAINST_STATE = (
     "AdamW cast",
     "weight",
 )
-# First steps must detect the faults in FRESH as well, because these faults do not depend on optimizer state.
+# A first step must detect the faults in FRESH as well, because these faults do not depend on existing optimizer state.
 FRESH = [name for name in (*PLAIN, *WHOLE_FAULTS) if not name.startswith(AGAINST_STATE)]
 # Each row gives a layout, a call, the number of ranks, the faults that are made in each round, and the minimum number
-# of rounds in which the call must be refused.
+# of rounds in which the call must raise an error.
 CASES: list[tuple[str, str, int, list[Round], int]] = [
     ("chain", "step", 4, _one_by_one(PLAIN), len(PLAIN)),
     ("fsdp2", "step", 4, _one_by_one([*SHARD_FAULTS, *WHOLE_FAULTS, *list(FAULTS)[::6]]), 31),

@@ -1,7 +1,7 @@
-"""Tests that an exception on one rank, before the ranks have agreed on a call, promptly raises an error on all ranks,
-and that every error names the cause.
+"""Tests that an exception on one rank, raised before the ranks have agreed on a call, promptly causes an error on all
+ranks, and that every error names the cause.
 
-The functions in which to raise are found by tracing a successful call (see `injection.py`).
+The tests trace a successful call to find the functions in which to raise exceptions (see `injection.py`).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ SAVED = partial(_made, _saved, momentum_dtype="int8")
 # By default, exceptions are raised in every 12th function that a large job calls. PLANT_STRIDE=1 raises them in every
 # function, which takes minutes.
 STRIDE = int(os.environ.get("PLANT_STRIDE", "12"))
-# Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier,
-# refused call had left anything behind.
+# Before every HEALTHY-th call that raises, an undisturbed call and a step must succeed. They would fail if an earlier
+# call that raised had left any changes behind.
 HEALTHY = 8
 
 
@@ -218,8 +218,8 @@ def _calls(job: Job, what: str, folder: str) -> Calls:
 
 
 def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], int]:
-    """Return the names of all functions found in the call, the names of those in which an exception went unnoticed, and
-    the number of injected exceptions that made all ranks raise an error."""
+    """Return the names of all functions that the call enters, the names of those in which an injected exception went
+    unnoticed, and the number of injected exceptions that made all ranks raise an error."""
     join(store)
     done, passed, raised = list[Place](), list[str](), 0
     _, jobs, what, _, stride = CASES[name]
@@ -230,8 +230,8 @@ def _planted(store: str, name: str, folder: str) -> tuple[list[str], list[str], 
         calls.between(0)
         known += known_places(calls.call, calls.begin, calls.last)
         known = [place for place in dict.fromkeys(known) if place not in done]
-        # Gradients are not compared. After a refused unscaling, gradients must be recomputed anyway, and clipping may
-        # redistribute a gradient before its second message exchange.
+        # Gradients are not compared: after an unscaling that raised an error, they must be recomputed anyway, and
+        # clipping may redistribute a gradient before its second message exchange.
         held = dict if what in ("unscale", "clip twice") else calls.job.held
         # torch.distributed.checkpoint (DCP) wraps every exception, even KeyboardInterrupt, in an exception class of its
         # own, so the exceptions in STAYS do not keep their type.
@@ -266,8 +266,8 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """Raise an exception on rank 1 in each function that runs after the ranks have agreed on the gradient norm.
-    Returns, for each function, its name and the errors of clipping and of the next step."""
+    """Raise an exception on rank 1 in each function that runs after the ranks have agreed on the gradient norm. For
+    each function, return its name and the errors raised by clipping and by the next step."""
     join(store)
     job = PLAIN()
     job.step(1)
@@ -345,7 +345,7 @@ def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_fol
     pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Rank 1's load hook raises after the other ranks have loaded all weights. Every rank must raise an error that
-    names rank 1, and must refuse the next step."""
+    names rank 1, and must also raise an error in the next step."""
     for (loading, stepping), changed in pools[2].run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping

@@ -1,4 +1,4 @@
-"""Tests of an optimizer's plan, copies and pickles of optimizers, and tensor fingerprints."""
+"""Tests of an optimizer's plan, of copied and pickled optimizers, and of tensor fingerprints."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_the_plan_is_what_is_known() -> None:
 
 @pytest.mark.parametrize("given", [(0,), (), None], ids=str)
 def test_copies_and_pickles_take_every_attribute_of_the_constructor(given: tuple[int, ...] | None) -> None:
-    """Copies and pickles must have every attribute that the constructor sets, and must keep the process group of a
-    parameter group. They must have neither the plan nor attributes that a user has added."""
+    """Copied and pickled optimizers must have every attribute that the constructor sets, and must keep the process
+    group of a parameter group. They must not have the plan, or attributes that a user has added."""
     options = {"method": "gram", "momentum_dtype": "int8"}
     optimizer = Job([{"params": [Spec("a", (6, 8))]}], **options).optimizer
     optimizer.prepare()
@@ -76,7 +76,7 @@ def test_no_drift_by_an_ulp_is_missed(size: int, count: int, trials: int) -> Non
     """A fingerprint must change when a few elements drift by one ulp.
 
     Weaker checksums miss some of these drifts: a weighted sum of the words misses about 12 of the 3,000 drifts of size
-    64, and a plain or index-weighted sum misses neighbouring elements that drift in opposite directions.
+    64, and a plain or index-weighted sum misses neighboring elements that drift in opposite directions.
     """
     draw = torch.Generator().manual_seed(size + count)
     x = torch.randn(size, generator=draw)

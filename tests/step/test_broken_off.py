@@ -40,7 +40,7 @@ from shardmuon.testing import RankPool
 
 # Each of four ranks owns four of 16 matrices, and each bucket has one matrix of each owner.
 NUM_BUCKETS = 4
-PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds, and VICTIM is the rank that fails.
+PATIENT, SHORT, VICTIM = 40.0, 4.0, 1  # PATIENT and SHORT are time-outs in seconds. VICTIM is the rank that fails.
 
 
 def _job(layout: str) -> Job:
@@ -107,8 +107,8 @@ _NO_MEMORY = "ExchangeError: bucket .* compute: OutOfMemoryError: no more"
 
 
 def _in_turns(first: int, last: int, relays: bool = False) -> str:
-    """Return a regular expression for the error message of an interrupted step. It accepts any of the phases number
-    `first` to `last`, counted in the order of `turns`. With `relays`, buckets have a relay phase."""
+    """Return a regular expression for the error message of an interrupted step. It accepts the names of phases number
+    `first` to `last`, counted in the order of `turns`. If `relays` is True, buckets have a relay phase."""
     whose = rf"of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\)"
     places = [f"{at} {whose}, {turn}" for turn, at in turns([relays] * NUM_BUCKETS)][first : last + 1]
     return rf"bucket ({'|'.join(places)}): .*{HALF}"
@@ -167,7 +167,7 @@ def _join(store: str, rank: int) -> None:
 
 
 def _set_timeout(seconds: float) -> None:
-    """Set the time-out of every process group and communication lane of this rank."""
+    """Set the time-out of every process group and every communication channel of this rank."""
     limit = timedelta(seconds=seconds)
     c10d: Any = dist.distributed_c10d
     for group, ranks in c10d._world.pg_group_ranks.items():
@@ -200,8 +200,8 @@ def _try(optimizer: Muon) -> tuple[float, str]:
 def main(rank: int, name: str, store: str) -> None:
     """Run a successful step, a step in which one rank fails, and a third step.
 
-    If the rank was only late, the job must match a twin job bitwise. If an error leaves all processes alive, the job
-    must match the twin after its state is restored in a new process group.
+    If the rank was only late, the job must match an undisturbed job bitwise. If an error leaves all processes alive,
+    the job must match the undisturbed job after its state is restored in a new process group.
     """
     torch.set_num_threads(1)
     _join(store, rank)
@@ -266,7 +266,7 @@ def test_a_rank_that_ends_a_step_ends_the_others_with_what_to_do(name: str, tmp_
     ended, gone = run_to_the_end(_SCRIPT, 4, tmp_path, name, store), case.how in ("dies", "hangs")
     assert all(err == "" or code for code, _, err in ended), ended
     assert [code for code, *_ in ended] == [3 if rank == VICTIM and gone else 0 for rank in range(4)]
-    took: list[float] = []  # The time in seconds until each failing rank raised its error.
+    took: list[float] = []  # `took` lists the time in seconds until each failing rank raised its error.
     for rank in range(4):
         if rank == VICTIM and gone:
             continue
@@ -309,7 +309,8 @@ def _scaled(optimizer: Muon) -> None:
 def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
     loop: Callable[[Muon], None], where: tuple[Any, str], error: BaseException, named: str
 ) -> None:
-    """A retry after an interrupted step must be refused, because it would update the momentum a second time."""
+    """A retry after an interrupted step must raise an error, because the retry would update the momentum a second
+    time."""
     job, twin = (Job([{"params": [Spec("a", (6, 8))]}, {"params": [Spec("v", (4,))], "use_muon": False}]) for _ in "12")
     for one in (job, twin):
         one.step(0)
@@ -340,7 +341,8 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
 
 
 def _first_vote_fails(optimizer: Muon) -> None:
-    """Rank 1 votes once and then leaves, so the step of rank 0 must fail and record that it was interrupted."""
+    """Rank 1 votes once and then leaves, so the step on rank 0 must fail and the optimizer must record that the step
+    was interrupted."""
     group, ranks = optimizer.param_groups[0], (0, 1)
     group["process_group"] = dist.group.WORLD
     group["params"][0].grad = torch.ones(4, 3)
@@ -355,8 +357,8 @@ def _first_vote_fails(optimizer: Muon) -> None:
 
 def test_an_optimizer_that_stepped_alone_notes_that_its_first_vote_with_others_was_broken_off(world2: RankPool) -> None:
     """An optimizer that has stepped alone is pickled with the ranks of its last vote (rank 0). These ranks are
-    meaningless in the processes that unpickle the optimizer. They must not keep it from recording that its first
-    vote in those processes was interrupted."""
+    meaningless in the processes that unpickle the optimizer. They must not keep the optimizer from recording that its
+    first vote in those processes was interrupted."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()

@@ -61,7 +61,7 @@ def _made(
 
 
 def _found(job: Job) -> dict[str, Tensor]:
-    """Return, by name, the weights of a job and the state that post-processing stages keep for them."""
+    """Return, by name, a job's weights and the state that post-processing stages (such as NorMuon) keep for them."""
     kept = [(spec.name, {"weight": p, **job.state.get(p, {})}) for p, spec in job.specs.items()]
     return {f"{name} {key}": _values(of[key]) for name, of in kept for key in ("weight", *KEPT_KEYS) if key in of}
 
@@ -83,7 +83,7 @@ OF_VARIANTS = [{**STANDARD, "weight_decay": 0.0, "variant": variant} for variant
     ids=str,
 )
 def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """On the simulated device, a step must give the same values as on the CPU, within rounding. The shapes give batches
+    """A step on the simulated device must give the same values as on the CPU, up to rounding. The shapes give batches
     of one and of several matrices, and matrices whose rows are separated by gaps in memory."""
     here = _made(torch.clone, dtype=dtype, **options)
     before = _found(here)
@@ -95,11 +95,12 @@ def test_one_process_has_the_cpus_values(options: dict[str, Any], dtype: torch.d
     assert list(found) == list(expected)
     for name, one in found.items():
         if name not in before:
-            # The values of post-processing state are sums of at most 40 x 16 squares. Each squared number results from
+            # The values of post-processing state are sums of at most 40 x 16 squares. The squared numbers result from
             # fifteen matmuls, whose elements are sums of at most 40 terms.
             assert_rounded(one, expected[name], roundings=15 * 40 + 40 * 16, dtype=FP32)
         elif one.ndim == 1:
-            # The AdamW updates on both devices round ten operations each, and an update is about as large as lr.
+            # On each of the two devices, an AdamW update involves ten rounded operations. An update is about as large
+            # as lr.
             assert_rounded(one, expected[name], roundings=20, scale=before[name].abs() + 2 * 0.05)
         else:
             for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, expected[name], before[name])), strict=True):
@@ -132,8 +133,8 @@ def test_a_tensor_lr_on_the_device_follows_what_is_written_into_it_and_an_audit_
             assert not check.report.findings, check
     expected = _found(numbers)
     for name, one in _found(written).items():
-        # An lr given as a tensor is rounded to fp32. In each of three steps, this adds a few roundings relative to
-        # |weight| + lr.
+        # An lr given as a tensor is rounded to fp32. In each of three steps, this adds a few rounding errors relative
+        # to |weight| + lr.
         assert_rounded(one, expected[name], roundings=3 * 12, scale=expected[name].abs() + 3 * 0.1)
 
 
@@ -183,7 +184,7 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
 
 
 def _on_ranks(options: dict[str, Any], placement: Placement) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Take two steps on the simulated device. Returns this rank's shards, and the host synchronizations and uploads of
+    """Take two steps on the simulated device. Return this rank's shards, and the host synchronizations and uploads of
     the second step."""
     with CudaShape() as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
@@ -220,8 +221,8 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
 
 
 def _count(ranks: int, layers: int = 12, **options: Any) -> tuple[CudaShape, int, Plan]:
-    """Take one steady-state step on the simulated device, as one of `ranks` ranks. Returns the simulated device with
-    its record of the step, the peak of the step's temporary memory in bytes, and the step's plan."""
+    """Take one steady-state step on the simulated device, as one of `ranks` ranks. Return the simulated device with its
+    record of the step, the peak of the step's temporary memory in bytes, and the step's plan."""
     d = 768
     shapes: list[tuple[int, ...]] = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
     with CudaShape(ranks=ranks, values=False) as mode:
@@ -452,6 +453,6 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
                 _count(ranks, layers=1, **options)
             return
-        # The upper limits on launches are for 12 layers, so a fault that adds launches needs the full model.
+        # The upper limits on launches are for 12 layers, so faults that add launches must be tested on the full model.
         found, *_ = _count(ranks, layers=12 if told == "launches" else 1, **options)
     assert found.launches.total() > BUDGETS["standard", 8] if told == "launches" else getattr(found, told)

@@ -1,5 +1,5 @@
-"""Tests that the process-wide default dtype and device of torch do not change the bits of a step, because every tensor
-is created with an explicit dtype and device."""
+"""Tests that torch's process-wide default dtype and device do not change the bits of a step, because every tensor is
+created with an explicit dtype and device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _steps(
     scale: float = 1.0,
     place: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[Tensor]:
-    """Take three steps with `default` as torch's default dtype or device, and return the storages of all weights and
-    state tensors."""
+    """Take three steps with `default` as torch's default dtype or device, and return the storage of every weight and
+    state tensor."""
     full = {name: normal(*shape, seed=len(shape) + shape[0], dtype=dtype) for name, shape in SHAPES.items()}
     params = {name: nn.Parameter(t) for name, t in place(full).items()}
     grads = [

@@ -1,5 +1,5 @@
 """Tests that updates are bitwise identical on every layout: on 4 ranks, for some layouts also on 2 and 3 ranks, and on
-meshes of two and three axes on 8 ranks."""
+two- and three-axis meshes of 8 ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _audited(layout: str, **given: Any) -> Comparison:
 
 
 # Each row gives the comparison, the layouts and the options. On several ranks, an owner batches fewer matrices than a
-# single process, so a matrix may be in a different slot of its batch and next to different matrices. Its result must
-# not depend on either.
+# single process, so a matrix may be in a different slot of its batch and next to different matrices. The result for a
+# matrix must depend neither on its slot nor on the other matrices.
 BITS: list[tuple[Any, tuple[str, ...], dict[str, Any]]] = [
     (Comparison.with_torch, ("ddp", "hsdp+tp"), {"nesterov": False}),
     (Comparison.with_dense, ("fsdp2", "hsdp", "ep+fsdp"), {"method": "gram"}),
-    # TransformerEngine tests its Muon with the following options. Its other names for learning-rate scales are aliases
-    # of the scales tested here.
+    # TransformerEngine tests its own Muon with the following options. Its other names for learning-rate scales are
+    # aliases of the scales tested in this file.
     (Comparison.with_dense, ("tp column",), {"adjust_lr_fn": "match_rms_adamw"}),
     (Comparison.with_dense, ("tp column",), {"dtype": torch.bfloat16, "nesterov": False, "adjust_lr_fn": "none"}),
     (
@@ -81,7 +81,7 @@ def test_an_option_has_the_bits_of_one_process(compare: Any, layout: str, option
     ("world", "layout"),
     [
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
-        # The outer loop is over the number of ranks, so that each pool of ranks starts only once.
+        # The loop over the number of ranks is the outer one, so that each pool of ranks starts only once.
         for world, names in ROWS.items()
         for at, name in enumerate(names)
     ],
@@ -120,8 +120,8 @@ def _seen(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
-    """A step must have one vote and two exchanges. With sharded replicas, a third exchange passes results on to the
-    other replicas. With unsharded replicas, a single exchange suffices."""
+    """A step must consist of one vote and two exchanges. Sharded replicas need a third exchange, which passes results
+    on to the other replicas. Unsharded replicas need only a single exchange."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
     assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(LAYOUTS[layout].exchanges, 1)}
@@ -135,8 +135,8 @@ def _bytes(wire: torch.dtype) -> int:
         steps=1,
         lr=1e-3,
         ns_dtype=wire,
-        # `Comparison.with_dense` sets method="standard". With "auto", owners would be assigned by the estimated cost of
-        # the chosen methods.
+        # `Comparison.with_dense` sets method="standard". With method="auto", owners would be assigned based on the
+        # estimated cost of the chosen methods.
     )
     return found.traffic.bytes_sent
 
@@ -207,7 +207,8 @@ def test_replicas_with_hardly_a_network_repeat_the_work_and_move_nothing() -> No
 
 @on_ranks(3)
 def test_replicas_that_exchange_nothing_agree_before_a_step() -> None:
-    """All ranks must refuse a step if one rank lacks a gradient, or if only one rank requested an audit."""
+    """All ranks must raise an error before a step if one rank lacks a gradient, or if only one rank requested an
+    audit."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, lr=0.1)
     with by_rates(APART):

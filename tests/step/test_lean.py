@@ -76,8 +76,8 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, **options).step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
-    # Each matrix may add at most 28 function calls to a step. Of these, 16 are overhead. The others belong to matmuls,
-    # which take some 500 calls per batch of 64 matrices.
+    # Each matrix may add at most 28 function calls to a step. Of these, 16 are overhead. The other calls belong to
+    # matmuls, which take some 500 calls per batch of 64 matrices.
     assert (second - first) / 128 <= 28
     assert abs((third - second) - (second - first)) <= 128 * 2
     assert (count(64, 192) - count(64, 64)) / 128 <= 42
@@ -99,9 +99,9 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
     """The number of function calls in a step must stay below the same limit on 64 and on 1,024 ranks.
 
     The test counts the calls of the busiest rank, which owns one or two of 72 matrices and stores a shard of each
-    matrix. The matrices have four shapes, one of which does not divide evenly. With more replicas, the only additional
-    calls are copies of the results that the owner passes on to other replicas. `passed` is the number of these copies
-    after adjacent copies are merged.
+    matrix. The matrices have four shapes, one of which is not evenly divisible by the number of ranks. With more
+    replicas, the only additional calls are copies of the results that the owner passes on to other replicas. `passed`
+    is the number of these copies after adjacent copies are merged.
     """
     grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
     views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]
@@ -132,7 +132,8 @@ def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, sh
 
 
 def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
-    """Each step must use the current storages of weights, gradients and momentum, not those of an earlier step."""
+    """Each step must use the current storages of weights, gradients and momentum, even if they have been replaced since
+    the previous step."""
     optimizer = _optimizer([(8, 16)] * 3)
     p, plan = optimizer.param_groups[0]["params"][1], optimizer.plan
     for shape, dtype in (((8, 16), torch.float32), ((8, 16), torch.bfloat16), ((4, 16), torch.bfloat16)):

@@ -109,7 +109,7 @@ def test_micro_batches_and_a_layer_that_a_batch_does_not_use_give_the_update_of_
 
 
 def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
-    """Return the parameter groups of a job. Its three matrix parameters use the given layouts in rotation."""
+    """Return the parameter groups of a job. The job's three matrix parameters use the given layouts in rotation."""
     rest = as_in({"ddp": "ddp", "tp": "replicate"}.get(layouts[0], "fsdp2"))
     vectors = {"params": [Spec("bias", (9,), rest), Spec("gain", (3,), rest)], "lr": 0.01, "use_muon": False}
     first, second, third = itertools.islice(itertools.cycle(map(as_in, layouts)), 3)
@@ -120,7 +120,7 @@ def _scaled(layouts: Sequence[str], vectors_only: bool) -> list[dict[str, Any]]:
 
 def _scaler(kind: type = GradScaler, **options: Any) -> Any:
     scaler = kind("cpu", init_scale=1024.0, growth_interval=2, **options)
-    # The first call of `scale` creates the scale tensor. In a training loop, scaling the loss does that.
+    # The first call of `scale` creates the scale tensor. In a real training loop, this happens when the loss is scaled.
     scaler.scale(torch.ones(()))
     return scaler
 
@@ -141,8 +141,8 @@ def test_scaled_steps_are_bitwise_unscaled_ones_and_infinite_ones_are_skipped_by
     groups, scales = _scaled(layouts, vectors_only), []
     job, dense, scaler = Job(groups, **LAYOUTS[layouts[0]].options(dist.get_world_size())), whole(groups), _scaler()
     for seed in range(1, 6):
-        # Infinite gradients make the scaler skip the steps with seeds 1 and 4. In the first of them, the optimizer has
-        # no state yet.
+        # Infinite gradients make the scaler skip the steps with seeds 1 and 4. In the step with seed 1, the optimizer
+        # has no state yet.
         infinite = seed in (1, 4)
         job.set_gradients(seed)
         dense.set_gradients(seed)
@@ -196,8 +196,8 @@ def test_gradients_that_cannot_be_unscaled_on_one_rank_are_refused_on_all(kind: 
 
 
 def test_torchs_question_for_infinities_alone_takes_fp16_gradients() -> None:
-    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. As this check does
-    not modify gradients, it must accept fp16 gradients."""
+    """`GradScaler` calls `_check_inf_per_device` for optimizers that unscale gradients themselves. This check does not
+    modify gradients, so it must accept fp16 gradients."""
     params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(2)]
     params[0].grad = torch.full((4, 4), 2.0, dtype=torch.float16)
     scaler, optimizer = _scaler(), Muon([("a", params[0]), ("b", params[1])], lr=1e-3)

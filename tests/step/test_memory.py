@@ -1,5 +1,5 @@
-"""Tests of memory: upper bounds for the optimizer state and for a step, CPU offloading, and momentum stored on
-the CPU."""
+"""Tests of memory: upper bounds on the memory of the optimizer state and of a step, CPU offloading, and momentum stored
+on the CPU."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
 def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, options: Any) -> None:
     sizes = (MIB // 8, MIB // 2)
     small, large = (RankPool.cached(world).run(_step_peak, layout, size, options) for size in sizes)
-    # The momentum update works on at most 2**17 elements at a time, whatever the bucket size.
+    # The momentum update works on at most 2**17 elements at a time, regardless of the bucket size.
     portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
-    # Two buckets are in flight, and the work space has half their size: three bucket sizes in total. This amount is
-    # needed once for the matrices, and once more for the data that is sent or received (four times with two replicas,
-    # which exchange data twice).
+    # Two buckets are in flight, and the work space is half as large as the two together: three bucket sizes in total.
+    # The matrices need this amount once. The data that is sent or received needs it once more (four times with two
+    # replicas, which exchange data twice).
     num = 3 * (1 + (1 if layout == "fsdp2" else 4))
     for size, found in zip(sizes, (small, large), strict=True):
         assert all(peak <= min(said, num * size + portion) for peak, said in found)
@@ -116,8 +116,8 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: dict[str, Any
 
 @on_ranks(2)
 def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
-    """State of offloaded parameters must be created on the CPU. The test builds the DTensor that CPUOffloadPolicy would
-    create on a CUDA mesh, with its storage on the CPU, so that it needs no CUDA device."""
+    """The state of offloaded parameters must be created on the CPU. The test needs no CUDA device: it builds the
+    DTensor that CPUOffloadPolicy would create on a CUDA mesh, with its storage on the CPU."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
     w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))
@@ -131,7 +131,7 @@ def test_state_of_offloaded_parameters_stays_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("config", "preferred", "wire", "talk"),
     [
-        # gloo has no all-to-all for CUDA tensors, so exchanges use CPU buffers.
+        # The gloo backend has no all-to-all for CUDA tensors, so exchanges use CPU buffers.
         ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda", "cpu"),
         ("cuda:nccl", "cuda", "cuda", "cuda:1"),
@@ -153,7 +153,7 @@ def test_buffers_live_where_the_group_can_move_them(
 
 
 def _offloaded_over_nccl() -> bool:
-    """Take one step with FSDP2's CPU offloading and NCCL as the only backend. Returns whether every weight has changed
+    """Take one step with FSDP2's CPU offloading and NCCL as the only backend. Return whether every weight has changed
     and is still on the CPU."""
     net = _net().cuda()
     with meshes_on("cuda"):

@@ -1,5 +1,5 @@
 """Tests of the memory that is kept between steps. The tables in docs/kept.md must list every cache, and the cached
-memory must be freed when the tables say so."""
+memory must be freed when the tables say that it is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_search_finds_caches_of_every_kind() -> None:
 # --------------------------------------------------------------------------------------------- memory goes when it says
 
 MATRICES = {"params": [Spec("wide", (6, 9)), Spec("tall", (10, 4))], "variant": "normuon+hyperball"}
-# The following tests change variants in a single process, and test_sequences.py changes them on several ranks.
+# The following tests change variants in a single process. test_sequences.py changes them on several ranks.
 GROUPS = [MATRICES, {"params": [Spec("gain", (9,))], "use_muon": False}]
 
 

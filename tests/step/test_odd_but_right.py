@@ -1,5 +1,5 @@
 """Tests that unusual but valid shards and gradients give the same step as a single process, and that storage that
-contradicts its placements is refused."""
+contradicts its placements raises an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _turned_on_odd_ranks(t: Tensor) -> Tensor:
 
 
 def _crossing() -> list[dict[str, Any]]:
-    """Return parameter groups over overlapping rank sets: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
+    """Return parameter groups over overlapping sets of ranks: (0, 2, 3), then (1, 2) in several buckets, then (2, 3).
 
     Between two buckets that ranks 2 and 3 share, rank 2 has buckets with rank 1, while rank 3 has no bucket.
     """
@@ -93,8 +93,8 @@ OF_ALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CUTS)
 @on_ranks(4)
 def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> None:
-    """A parameter is skipped if no rank has a gradient for it. The step is refused if one rank lacks a gradient that
-    other ranks have, even if that rank stores no elements of the parameter."""
+    """A parameter is skipped if no rank has a gradient for it. The step must raise an error if one rank lacks a
+    gradient that other ranks have, even if that rank stores no elements of the parameter."""
     groups, options = CUTS[name](), OF_ALL.get(name, {})
     job, dense = Job(groups, **options), whole(groups, **options)
     for seed in (1, 2, 3, 4):
@@ -124,8 +124,8 @@ def test_parameters_in_odd_parts_are_stepped_as_in_one_process(name: str) -> Non
 
 
 def test_skipping_is_torch_optim_muons_bit_for_bit() -> None:
-    """As in torch.optim.Muon, a parameter without a gradient is skipped, and a parameter with a gradient is stepped
-    even if requires_grad is False."""
+    """A parameter without a gradient is skipped, and a parameter with a gradient is updated even if requires_grad is
+    False, as in torch.optim.Muon."""
     groups = [{"params": [Spec("a", (9, 7)), Spec("b", (6, 10))]}]
     mine, theirs = Job(groups, lr=0.1, method="torch"), Job(groups)
     torchs = torch.optim.Muon(list(theirs.specs), lr=0.1)
@@ -154,7 +154,7 @@ PLACES = {"columns": Shard(1), "replicated": Replicate()}
 )
 @on_ranks(4)
 def test_gradients_that_are_placed_otherwise_on_all_ranks_are_brought(layout: str, kind: str) -> None:
-    """All ranks place a gradient differently from its parameter, and the step must redistribute the gradient.
+    """All ranks place a gradient differently from its parameter, so the step must redistribute the gradient.
 
     In one of the cases, the gradient is still in flight in an async collective, and the step runs under a different
     default device. Partial sums are equal on a power-of-two number of ranks, so they add up without rounding. At the
@@ -233,7 +233,7 @@ LIES: dict[str, tuple[tuple[int, ...], list[Any], list[Any], Sequence[tuple[int,
 
 
 def _refused_at_first(named: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """Take a first step that must be refused, and check that it changed no weight and created no state. Returns the
+    """Take a first step that must raise an error, and check that it changed no weight and created no state. Return the
     error message."""
     optimizer = Muon(named, lr=0.1)
     params = optimizer.param_groups[0]["params"]
@@ -278,7 +278,7 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
     what: str, options: dict[str, Any], says: Sequence[str]
 ) -> None:
     """Rank 1 either rounds matmuls to a different dtype or has a table of machine rates that favors more buckets. The
-    first step must be refused, unless the options fix the matmul dtype and nothing else differs."""
+    first step must raise an error, unless the options fix the matmul dtype and nothing else differs."""
     cut, rates = as_in("fsdp2"), MACHINES["cpu-gloo"]
     params = [(f"w{i}", nn.Parameter(cut(normal(8, 6, seed=i)))) for i in range(16)]
     for _, p in params:
@@ -302,8 +302,9 @@ def test_machines_that_would_step_otherwise_are_told_before_the_first_step(
 @pytest.mark.parametrize("layout", ["chain", "nested", "fsdp2"])
 @on_ranks(4)
 def test_optimizers_that_are_stepped_in_unlike_order_are_told_so(layout: str) -> None:
-    """Rank 3 steps two optimizers in the opposite order, so both steps must be refused. Afterwards all ranks step the
-    optimizers in the same order, and the results must equal those of twin optimizers."""
+    """Rank 3 steps two optimizers in the opposite order, so both steps must raise an error. Afterwards, all ranks step
+    the optimizers in the same order, and the results must equal those of identical optimizers that never made the
+    failed steps."""
     jobs = [Job(layout_of(layout)) for _ in range(4)]
     for one in jobs:
         one.step(0)

@@ -19,8 +19,8 @@ from shardmuon.testing.pool import RankPool
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Yield digests of the weights after three steps in a new process, which has no cache and a read-only home
-    directory. The home directory must stay empty."""
+    """Yield digests of the weights after three steps in a new process without caches, whose home directory is read-only
+    and must stay empty."""
     home = tmp_path_factory.mktemp("home")
     home.chmod(0o555)
     env = {key: value for key, value in os.environ.items() if key != "XDG_CACHE_HOME"}
@@ -69,8 +69,8 @@ def _assert_bitwise(pool: RankPool, layout: str) -> None:
     ("world", "layout"), [*(pytest.param(*of, marks=pytest.mark.stated) for of in FEW), *((4, name) for name in KINDS)]
 )
 def test_layouts_of_each_kind_have_the_bits_of_one_process(world: int, layout: str) -> None:
-    """The reference runs in the rank's own process. The test of one optimizer per matrix shows that such a process has
-    the bits of a fresh process."""
+    """The reference runs in the rank's own process. The test of one optimizer per matrix shows that the results in such
+    a process are bitwise identical to those in a fresh process."""
     _assert_bitwise(RankPool.cached(world), layout)
 
 

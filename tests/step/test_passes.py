@@ -1,4 +1,4 @@
-"""Tests of the work of a step besides matmuls: the number of passes over memory, and the accuracy of norms."""
+"""Tests of the non-matmul work in a step: the number of passes over memory, and the accuracy of norms."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Passes(TorchDispatchMode):
-    """Counts, by name, the operations that read or write a tensor of at least `size` elements. Views do not count.
+    """A dispatch mode that counts, by name, the operations that read or write a tensor of at least `size` elements.
 
-    A foreach operation counts once for each large tensor in its first list.
+    Views do not count. A foreach operation counts once for each large tensor in its first list.
     """
 
     def __init__(self, size: int) -> None:
@@ -55,7 +55,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Take two steps, and count the passes over a matrix in the second step. Passes of matmuls are not counted."""
+    """Take two steps and return the passes over a matrix in the second step. Passes made by matmuls are not counted."""
     job = Job([{"params": [Spec("w", (rows, cols))]}], weight_decay=0.0, **options)
     job.step(1)
     with Passes(rows * cols) as passes:
@@ -100,7 +100,7 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
 
     The tolerance counts the roundings of the norm and the quotient to fp32 (2^-24 each) and the rounding to `dtype`.
     The sum of 24 x 40 squares, added pairwise or in 16 SIMD lanes, has at most 60 roundings, which the square root
-    halves, so 32 * 2^-24 covers all of them.
+    halves, so 32 * 2^-24 covers these roundings.
     """
     x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
     found = form(x.mT, dtype)
@@ -164,8 +164,8 @@ def test_blocks_follow_the_arithmetic_of_a_product(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
-    """Each of four ranks orthogonalizes two of eight replicated matrices. For the other six, it updates the momentum
-    without computing the Nesterov update."""
+    """Each of four ranks orthogonalizes two of eight replicated matrices. For each of the other six, the rank updates
+    the momentum without computing the Nesterov update."""
     shape = (16, 24)
     layout = ParamLayout.replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy(each=False))
@@ -181,7 +181,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128), (256, 256)], ids=str)
 def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
     """All post-processing stages together take one pass to read a matrix and one to scale it. Hyperball adds one pass
-    for the norm of the weights and one to scale them. MuonEq's row norms replace the norm of the matrix, and its
+    for the norm of the weights and one to scale them. MuonEq's row norms replace the norm of the matrix, and MuonEq's
     scaled result replaces the divided copy."""
     how = {"method": "standard"}
     plain = _passes(*shape, **how)
@@ -200,7 +200,7 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
 @pytest.mark.parametrize("shape", [(37, 101), (101, 37), (1, 9), (9, 1), (64, 64)], ids=str)
 def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Norms of rows and columns must be as accurate as sums in fp32, or in fp64 for fp64 matrices. A sum of n positive
-    terms has at most n roundings. The squares and the root add six more."""
+    terms has at most n roundings. The squares and the root add six more roundings."""
     wide = torch.float64 if dtype == torch.float64 else FP32
     for turned in (False, True):
         x = normal(1, *shape).to(dtype)
@@ -219,9 +219,9 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_are_equalized_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """Row normalization must be accurate in the batched form for accelerators and in the form for CPUs, which takes one
-    matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite entry. In fp64, rows
-    differ by sixteen orders of magnitude."""
+    """Row normalization must be accurate in both implementations: the batched one for accelerators, and the one for
+    CPUs, which processes one matrix at a time. Some rows are zero, one matrix is all zeros, and one has an infinite
+    element. In fp64, the scales of rows differ by sixteen orders of magnitude."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)

@@ -1,5 +1,5 @@
-"""Tests that the fast path of validation gives the same result as the full checks, and that handling tiles and momentum
-in batches changes no bit."""
+"""Tests that the fast path of validation (of gradients and optimizer state before a step) gives the same result as the
+full checks, and that processing tiles and momentum in batches does not change any bits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ MATRIX_CHANGES: dict[str, Change] = {
         {STEP: torch.ones(()), **dict.fromkeys(MOMENTS, _matrix(job).detach())}
     ),
 }
-# TOLD maps some of the changes to patterns for the error messages that these changes must cause.
+# TOLD maps some of the changes to patterns. Each of these changes must cause an error whose message matches the
+# pattern.
 TOLD = {
     "gradient sparse": "sparse",
     "gradient complex": "complex",
@@ -117,7 +118,7 @@ VECTOR_CHANGES: dict[str, Change] = {
 
 
 def _validated(optimizer: Muon) -> dict[str, object]:
-    """Return all results of validation, or the error that it raises."""
+    """Return everything that the step's validation of gradients and state computes, or the error that it raises."""
     binding = optimizer.binding
     assert binding is not None
     with torch.no_grad():
@@ -155,7 +156,7 @@ def test_a_glance_finds_what_a_closer_look_finds(
 
 def test_a_glance_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A foreach operation on tensors of two accelerators would put all results on the first one, so validation must
-    distinguish devices. The device "meta" stands in for a second accelerator."""
+    detect that the devices differ. The device "meta" stands in for a second accelerator."""
     params = [nn.Parameter(torch.ones(6, 8, device=device)) for device in ("cpu", "meta")]
     optimizer = Muon(params, lr=0.1)
     optimizer.prepare()

@@ -88,7 +88,7 @@ class Group:
 
 
 def groups_in(layout: str) -> list[Group]:
-    """Return the parameter groups of a layout. In "chain", each group of matrices is replicated over two neighbouring
+    """Return the parameter groups of a layout. In "chain", each group of matrices is replicated over two neighboring
     ranks."""
     sets = FAMILIES.get(layout, [(0, 1, 2, 3)])
     cut = torch.clone if layout in (*FAMILIES, "alone") else as_in(layout)
@@ -128,7 +128,7 @@ class Sequence:
     def _here(self, groups: list[Group], **changed: Any) -> list[dict[str, Any]]:
         made = [{**g.options, **changed, "params": g.specs} for g in groups if self.rank in g.ranks]
         for options in made:
-            # The constructor refuses `momentum` and `variant` in AdamW groups.
+            # The constructor does not accept `momentum` and `variant` in AdamW groups.
             if not options["use_muon"]:
                 options.pop("momentum", None)
                 options.pop("variant", None)
@@ -161,8 +161,8 @@ class Sequence:
             del self.job.groups[at]
 
     def _concerned(self, *, anew: bool = False) -> bool:
-        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, it always
-        is.
+        """Draw a random subset of ranks, and return whether this rank is in the subset. In a single process, the subset
+        always contains the only rank.
 
         Pass `anew` for events that create a new optimizer, which must happen on every rank of the "chain" layout. A new
         optimizer has not voted yet, so it finds only the ranks with which it shares parameters directly, and no rank
@@ -182,7 +182,7 @@ class Sequence:
         return {key: value for key, value in known.items() if key not in stale}
 
     def backward(self, missing: bool = False) -> dict[str, Tensor]:
-        """Set the gradients of the job, and return them as full tensors. With `missing`, some parameters get no
+        """Set the gradients of the job, and return them as full tensors. If `missing` is True, some parameters get no
         gradient."""
         self.batch += 1
         form, turned = self.chance.choice(list(FORMS)), self._concerned()
@@ -256,7 +256,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def interrupt_a_step(self) -> None:
-        """Interrupt a step at a random operation. The job must be rolled back, unless the step has changed nothing."""
+        """Interrupt a step at a random operation. Afterwards, the job must be restored from a snapshot, unless the step
+        has changed nothing."""
         grads, done = self.backward(), list[bool]()
         hook = self.job.optimizer.register_step_post_hook(lambda *_: done.append(True))
         with contextlib.suppress(KeyboardInterrupt), _Interrupted(self.chance.randrange(300)):
@@ -285,8 +286,8 @@ class Sequence:
         self.job.optimizer.zero_grad()
 
     def audit_a_step(self) -> None:
-        """Audit the first step after a skipped batch or a refused step. Another step follows, because an audit checks
-        the momentum again one step later."""
+        """Audit the first step after a skipped batch or after a step that raised an error. Another step follows,
+        because an audit checks the momentum again one step later."""
         check = audit(self.job.optimizer)
         self.chance.choice([self.skip_a_batch, self.refuse_a_step])()
         for _ in range(2):
@@ -309,8 +310,8 @@ class Sequence:
         for group in self.saved.groups:
             at = self._at(group)
             if at is not None and group.options.get("variant") is None:
-                # A group with a variant refuses state that was saved without a variant, so remove the variant before
-                # loading.
+                # A group with a variant raises an error when it loads state that was saved without a variant, so remove
+                # the variant first.
                 self.job.groups[at]["variant"] = None
         if self.saved.files:
             checkpoint.load(self.saved.files, self.job.model, self.job.optimizer)
@@ -326,14 +327,14 @@ class Sequence:
         self._load() if told[0] == told[1] else self.resume()
 
     def resume(self) -> None:
-        """Load the saved state into a new model and a new optimizer, which was constructed with different options than
-        the saved optimizer."""
+        """Load the saved state into a new model and a new optimizer, which was constructed with options that differ
+        from those of the saved optimizer."""
         self.now = copy.deepcopy(self.saved)
         self._take(lr=0.5, weight_decay=0.0, variant=None)
         self._load()
 
     def copy_the_job(self) -> None:
-        """On some ranks, replace the model and the optimizer by deep copies or pickled copies."""
+        """On some ranks, replace the model and the optimizer with deep copies or pickled copies."""
         pickled = self.chance.random() < 0.5
         if not self._concerned():
             return
@@ -345,7 +346,7 @@ class Sequence:
             mine["process_group"] = theirs["process_group"]
 
     def swap_tensors(self) -> None:
-        """Replace the tensors in param_groups by new ones, as accelerate does."""
+        """Replace the tensors in param_groups with new ones, as accelerate does."""
         if not self._concerned():
             return
         for group in self.job.groups:
@@ -356,7 +357,7 @@ class Sequence:
                     self.job.state[new] = self.job.state.pop(old)
 
     def make_the_optimizer_anew(self) -> None:
-        """On some ranks, replace the optimizer by a new one, which has no plan yet but is given the state of the old
+        """On some ranks, replace the optimizer with a new one that has no plan yet but is given the state of the old
         one."""
         if self._concerned(anew=True):
             kept = self.job.state
@@ -376,8 +377,8 @@ class Sequence:
         self._set(group, **{key: torch.tensor(value) if as_tensor else value})
 
     def change_the_variant(self) -> None:
-        """Train with one variant, with a second one, and with the first again. The state that the first variant kept
-        must be discarded in between."""
+        """Train with one variant, then with a second one, then with the first one again. The first variant's state must
+        be discarded in between."""
         group = self.chance.choice(self.now.groups)
         if not group.options["use_muon"]:
             return

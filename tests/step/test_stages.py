@@ -49,8 +49,8 @@ JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in 
 
 
 def given(variant: str | None) -> dict[str, Any]:
-    """Return the options of a parameter group with this variant. Hyperball does not support weight decay, so its weight
-    decay is 0."""
+    """Return the options of a parameter group with the given variant. Hyperball does not support weight decay, so
+    variants with Hyperball get a weight decay of 0."""
     options: dict[str, Any] = {"variant": variant}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
@@ -91,8 +91,9 @@ def compare(layout: str, variants: Sequence[str | None], policy: Policy = SMALL,
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
 def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
-    """State with five and with eight numbers, including NaNs with payloads, is written at an odd offset of an exchange
-    buffer and read back with other strides. The bits of the state and the rest of the buffer must not change."""
+    """State with five and with eight numbers, including NaNs with payload bits, is written at an odd offset of an
+    exchange buffer and read back with different strides. Neither the bits of the state nor the rest of the buffer may
+    change."""
     views = [matrix_view((size, 3)).kept([size]) for size in (5, 8)]
     layouts = [ParamLayout.replicated(view, (0, 1)) for view in views]
     specs = [Spec("p", layout, ("",), (1,), (4,), kept=(Kept(layout, True),)) for layout in layouts]
@@ -132,7 +133,7 @@ def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matri
 
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
     """One expert of a stack and one other matrix are zero, and all shards are replicated. Only the first of the four
-    ranks must warn about the zero matrices. Later steps must keep the norms of the first step."""
+    ranks must warn about the zero matrices. Later steps must keep the weight norms stored in the first step."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
@@ -143,7 +144,8 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2: zero before the first step"):
         ranks.watches[1].report()
     for rank in (2, 4, 5):
-        # The other ranks must not warn. pytest would turn a warning into an error.
+        # The other ranks must not warn. A warning on these ranks would fail the test, because pytest turns warnings
+        # into errors.
         ranks.watches[rank].report()
     first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
     assert all((kept > 0).all() for of_param in first for kept in of_param.values())
@@ -159,14 +161,14 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
     ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
-    # The first step must keep the loaded norms, as it computes norms only if none were loaded.
+    # The first step must keep the loaded norms, because a step computes norms only if none are stored.
     ranks.step([torch.randn(view.shape)], [group])
     assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
-    """Weight norms must be summed over small rank sets first. Parameters on different device types are summed
-    separately, and parameters without a stage that acts on weights are left out."""
+    """Weight norms must be summed over small sets of ranks first. Parameters on different device types are summed
+    separately. Parameters are left out if no pre- or post-processing stage of their variant acts on weights."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
     group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6)

@@ -49,11 +49,11 @@ def test_exchanges_use_the_group_of_their_mesh_or_one_that_all_were_given(kind: 
 
 @on_ranks(2)
 def test_a_deep_copy_shares_work_with_the_ranks_of_its_original() -> None:
-    """Like the original's step, the copy's step must be refused if one rank lacks the gradient of a replicated
-    parameter."""
+    """The step of a copied optimizer must raise an error, like that of the original, if one rank lacks the gradient of
+    a replicated parameter."""
     param = torch.nn.Parameter(torch.ones(6, 8))
     given = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
-    given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD  # as a user sets another group
+    given.process_group = given.param_groups[0]["process_group"] = dist.group.WORLD
     made = copy.deepcopy(given)
     (copied,) = made.param_groups[0]["params"]
     copied.grad = torch.eye(6, 8)
@@ -84,7 +84,7 @@ def _doubles_on_two_of_three() -> tuple[bool, tuple[int, ...]]:
 
 
 def test_fp64_parameters_of_some_ranks_leave_the_wires_of_others_alone(world3: RankPool) -> None:
-    """An exchange must not use fp64 if only parameters of other buckets require it."""
+    """The exchange of a bucket must not use fp64 if only parameters in other buckets require it."""
     found = world3.run(_doubles_on_two_of_three)
     assert [equal for equal, _ in found] == [True] * 3
     assert found[0][1] == found[1][1]

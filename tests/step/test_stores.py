@@ -87,8 +87,8 @@ CODED: dict[str, Case] = {
 
 
 def compare(case: str, layout: str, **places: Any) -> None:
-    """Compare a test case with the dense formula. With int8 momentum, the views are wide enough that no shard splits a
-    quantization block."""
+    """Compare a test case with the dense formula. With int8 momentum, the matrices are wide enough that no shard splits
+    a quantization block."""
     cut_blocks = ("kernel",) if layout == "last dim" else ()
     wide = {name: make for name, make in WIDE.items() if name not in cut_blocks}
     views, options = (wide, WIDE_OPTIONS) if case in CODED else (VIEWS, OPTIONS)
@@ -102,8 +102,8 @@ def compare(case: str, layout: str, **places: Any) -> None:
     ("case", "layout"),
     in_both(
         in_turn(CASES, every=4) + in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)
-        # The layout "flat" is left out for int8 momentum, because flat shards that split quantization blocks are
-        # refused.
+        # The layout "flat" is left out for int8 momentum, because flat shards that split quantization blocks raise an
+        # error.
     ),
 )
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
@@ -117,7 +117,8 @@ ON_DEVICE: dict[str, Case] = {
     ),
     "cautious, lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
     "torch, lr is a float tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
-    # With weights on the device, NorMuon is left out, because simulated ranks keep its state on the CPU.
+    # NorMuon is left out of the tests with weights on the device, because simulated ranks keep NorMuon's state on the
+    # CPU.
     "normuon": Case(options={"variant": "normuon"}),
 }
 WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsdp crossed", "flat"], 2)
@@ -135,8 +136,8 @@ WEIGHTS_THERE = in_turn([name for name in ON_DEVICE if name != "normuon"], ["hsd
 def test_momentum_weights_and_lr_may_lie_elsewhere(
     case: str, layout: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights or the step's buffers are on a simulated CUDA device. The device refuses operations that mix tensors on
-    different devices, so the step must move every tensor explicitly."""
+    """Weights or the step's buffers are on a simulated CUDA device. This device raises an error for operations that mix
+    tensors on different devices, so the step must move every tensor explicitly."""
     # If an engine has offloaded the weights, the step's buffers and the weights are on different devices.
     if "buffers" in places:
         monkeypatch.setattr(binding, "offloaded_from", lambda _: torch.device(places["buffers"]))

@@ -1,4 +1,5 @@
-"""Tests that the order in which ranks process their buckets never deadlocks, even with overlapping rank sets."""
+"""Tests that the order in which ranks process their buckets never deadlocks, even if buckets have overlapping sets of
+ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import pytest
 
 from shardmuon.price.clock import turns
 
-Bucket = tuple[tuple[int, ...], bool]  # The ranks of a bucket, and whether its results are relayed to other replicas.
-Exchange = tuple[str, int]  # The kind of an exchange, and the number of its bucket.
+# A bucket is described by its ranks and by whether its results are relayed to other replicas.
+Bucket = tuple[tuple[int, ...], bool]
+Exchange = tuple[str, int]  # An exchange is described by its type and by the number of its bucket.
 CROSSED: list[Bucket] = [((0, 2, 3), True), *[((1, 2), False)] * 3, ((2, 3), False)]
 
 
@@ -35,7 +37,7 @@ def _late(relays: Sequence[bool], sets: Sequence[object]) -> Iterator[tuple[str,
 
 
 def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
-    """Simulate all ranks. Returns whether all ranks finish without a deadlock, and the exchanges that each rank has
+    """Simulate all ranks. Return whether all ranks finish without a deadlock, and the exchanges that each rank has
     posted."""
     left: dict[int, list[tuple[str, str, int]]] = {}
     for rank in sorted({rank for of_bucket, _ in buckets for rank in of_bucket}):
@@ -63,7 +65,7 @@ def _family(draw: random.Random) -> list[Bucket]:
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    # Rank-local buckets exchange nothing, so they relay nothing.
+    # Rank-local buckets exchange nothing, so they have nothing to relay.
     local = [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
     return local + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
 
@@ -95,7 +97,7 @@ def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_u
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
-    """If a relay is posted only after the next bucket has been orthogonalized, the simulated ranks must deadlock, as
+    """The simulated ranks must deadlock if a relay is posted only after the next bucket has been orthogonalized, as
     four real ranks once did."""
     assert not _run(CROSSED, _late)[0]
     assert _run(CROSSED)[0]

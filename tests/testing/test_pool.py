@@ -1,4 +1,4 @@
-"""Tests of the rank pool: results, errors, and that no failure hangs or leaves a process behind."""
+"""Tests of the pool of ranks: results, errors, and that no failure hangs or leaves a process behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sum_of_ranks() -> Tensor:
 
 
 def fail_on(ranks: tuple[int, ...], then: str = "return", how: str = "raise") -> int:
-    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Returns the number of this
+    """Perform the action `how` on the given ranks, and the action `then` on all other ranks. Return the number of this
     rank."""
     rank = dist.get_rank()
     match how if rank in ranks else then:
@@ -128,8 +128,8 @@ def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
 
 
 RAISED, HUNG, DIED = ("ValueError", True), ("TimeoutError", False), ("ChildProcessError", False)
-# Each case gives a function, its arguments, whether exceptions are caught, the failure expected on each rank (error
-# class, and whether the rank returned), and words of the error message.
+# Each case gives a function, its arguments, whether exceptions are caught, the failure expected on each rank (the error
+# class, and whether the rank returned), and a part of the error message.
 FATAL: list[tuple[Callable[..., object], tuple[Any, ...], bool, dict[int, tuple[str, bool]], list[str]]] = [
     (fail_on, ((0, 2),), False, {0: RAISED, 2: RAISED}, ["2 of 3 ranks failed in test_pool.fail_on", PLANTED]),
     (fail_on, ((1,), "collective"), False, {0: HUNG, 1: RAISED, 2: HUNG}, ["after rank 1 failed", "dist.barrier()"]),

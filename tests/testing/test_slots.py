@@ -53,8 +53,8 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def found_with(threads: int, draws: int, packed: bool) -> tuple[int, int]:
-    """Return the number of matmul results compared, and the number of those that differ between slots. With `packed`,
-    matrices are stored contiguously instead of in aligned slots."""
+    """Return the number of matmul results compared, and the number of those that differ between slots. If `packed` is
+    True, matrices are stored contiguously instead of in aligned slots."""
     torch.set_num_threads(threads)
     modules = ("orthogonalize", "testing.slots") if packed else ()
     with ExitStack() as patched:
@@ -80,8 +80,9 @@ def _elsewhere(instructions: dict[str, str], *given: Any) -> tuple[int, int]:
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Each matrix must have the same bits in every slot with two threads, and with fewer CPU instructions. The case
-    "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions without AVX."""
+    """Each matrix must have the same bits in every slot when matmuls use two threads, and when they use fewer CPU
+    instructions. The case "avx2" restricts an AVX-512 CPU to AVX2, and "narrow" restricts the CPU to instructions
+    without AVX."""
     num, unequal = _elsewhere(instructions, threads, 1, False)
     assert num > 1_000 and unequal == 0
 
@@ -96,7 +97,7 @@ def test_packed_slots_would_be_found() -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
     """Matrices of norm 1 in aligned slots must be used without a copy and must not be modified. Packed matrices must be
-    copied into slots and give the same bits."""
+    copied into aligned slots, and the results must have the same bits."""
     size = batch_size(rows, cols, CPU)
     x = torch.randn(size, rows, cols, generator=torch.Generator().manual_seed(0))
     x = _normalize(x, empty_batch(x.shape, dtype, CPU))
@@ -116,7 +117,7 @@ def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, c
 
 @contextmanager
 def _aligned_operands() -> Iterator[list[int]]:
-    """Assert that every operand and every result of a batched matmul is in aligned slots. Yields a list to which the
+    """Assert that every operand and every result of a batched matmul is in aligned slots. Yield a list to which the
     size of each batch is appended."""
     batches: list[int] = []
     real = {name: getattr(torch, name) for name in ("bmm", "baddbmm")}

@@ -45,7 +45,7 @@ def exact(matrix: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
 def test_every_spectrum_stays_within_a_bound_that_is_near_what_is_found(name: str, dtype: torch.dtype) -> None:
     """The error of each result must be within its bound, and the largest error must exceed a tenth of its bound. The
-    expected results are computed from singular values, independently of the bounds."""
+    expected results are computed from singular values, without using the bounds."""
     triples = schedule(name).triples
     shares = []
     for what, matrix in MATRICES.items():
@@ -77,7 +77,8 @@ def test_a_wrong_update_is_refused(fault: str, dtype: torch.dtype) -> None:
     assert_same_update(decayed - lr * right, decayed - lr * exact(grad, "keller").float(), exact=True, **options)
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(decayed - lr * wrong, decayed - lr * right, **options)
-    options |= {"before": torch.zeros(32, 48), "lr": 1e-9}  # A small lr must not hide a wrong update.
+    # A small lr must not let a wrong update pass the comparison of weights.
+    options |= {"before": torch.zeros(32, 48), "lr": 1e-9}
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_same_update(-1e-9 * wrong, -1e-9 * right, **options)
 

@@ -42,7 +42,8 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
     # The optimizer must accept its own state dict after a group has changed from Muon to AdamW.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[1]["use_muon"] = True
-    # The parameter "b" must start with fresh state, because its old state belongs to the weights of two steps ago.
+    # The parameter "b" must start with fresh state, because its old state belongs to the weights from two steps
+    # earlier.
     fresh = nn.Parameter(params["b"].detach().clone())
     for one in (optimizer, Muon([("b", fresh)], lr=0.02, variant=variant, weight_decay=0.0)):
         _steps(one, range(4, 6))
@@ -60,8 +61,8 @@ def _clipped(kind: type[Llama]) -> tuple[Llama, Muon, QKClip]:
 @pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)])
 @pytest.mark.parametrize("kind", [Llama, Eager])
 def test_a_batch_of_nothing_is_measured_as_nothing(kind: type[Llama], shape: tuple[int, ...]) -> None:
-    """A rank's last batch, or the batch of an expert, may be empty. QK-clip must accept an empty batch, because an
-    error on one rank would make the other ranks wait for this rank."""
+    """A rank's last batch, or the batch of one expert, may be empty. QK-clip must accept empty batches, because an
+    error on one rank would leave the other ranks waiting."""
     model, optimizer, clip = _clipped(kind)
     model(torch.zeros(shape)).sum().backward()
     optimizer.step()

@@ -1,4 +1,5 @@
-"""Tests of the norms that Hyperball keeps: matrices of zeros are reported, and a stored norm is never recomputed."""
+"""Tests of the weight norms that Hyperball stores: matrices of zeros are reported, and a stored norm is never
+recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of Muon's variants: post-processing stages (NorMuon, ..) against fp64 formulas, options, plans, and state."""
+"""Tests of Muon's variants: post-processing stages (such as NorMuon) against fp64 formulas, options, plans, and
+state."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ AFTER.append("normuon+hyperball")
 
 
 def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
-    """Apply a post-processing stage (NorMuon, ..) to a batch of matrices as a step does."""
+    """Apply a post-processing stage (such as NorMuon) to a batch of matrices in the same way as an optimizer step."""
     if isinstance(stage, WeightStage):
         return x * stage.factor(torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64), kept).view(-1, 1, 1)
     x = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -44,8 +45,8 @@ def run(stage: Stage, x: Tensor, kept: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES, ids=repr)
 def test_a_stage_is_its_formula(stage: Stage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """In each of four steps, the stage must match its fp64 formula on three matrices. One of the matrices has rows of
-    zeros and a nonzero initial state."""
+    """The post-processing stage must match its fp64 formula on three matrices in each of four steps. One of the
+    matrices has rows of zeros and a nonzero initial state."""
     generator = torch.Generator().manual_seed(1)
     kept = torch.zeros(3, stage.num_kept(*shape))
     kept[1] = 1 + torch.rand(kept.shape[1], generator=generator)
@@ -123,5 +124,5 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others(
         assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
         assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
     assert not together[3].any() and together[9, 0, 0].isnan()
-    # A matrix of a single row need not change, because some variants leave it as it is.
+    # A matrix of a single row need not change, because some variants leave single-row matrices as they are.
     assert shape[0] == 1 or not torch.equal(before[:3], together[:3])

@@ -1,4 +1,4 @@
-"""Tests of variants on every layout: the update and the state of post-processing stages (NorMuon, ..) match a
+"""Tests of variants on every layout: the update and the state of post-processing stages (such as NorMuon) match a
 single-process run bitwise."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardmuon.testing.pool import RankPool
 
 @quick_plans()
 def _compared(layout: str, variant: str, **of_params: Any) -> tuple[bool, float, str]:
-    """Compare two steps (three on 3 ranks) with a single-process run. The first step creates state, and the later steps
-    use it."""
+    """Compare two steps (three on 3 ranks) with a single-process run. The first step creates the variant's state, and
+    the later steps use this state."""
     steps = 3 if dist.get_world_size() == 3 else 2
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0 if "hyperball" in variant else 0.1}
     found = Comparison.with_dense(layout, variant=variant, steps=steps, **given, **of_params)
@@ -43,8 +43,8 @@ def test_stages_have_the_bits_of_one_process_on_every_layout(world: int, variant
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp", "hsdp+tp"])
 def test_what_is_kept_of_a_stack_of_which_a_rank_has_no_columns(layout: str, world3: RankPool) -> None:
-    """With 4 columns on 3 ranks, the last rank stores no column. For a stack of 5 experts, FSDP2 stores an empty shard
-    of shape (0, 7, 0) there. NorMuon's result must still match a single-process run."""
+    """The last rank stores no column if 4 columns are sharded over 3 ranks. For a stack of 5 experts, FSDP2 stores an
+    empty shard of shape (0, 7, 0) on that rank. NorMuon's result must still match a single-process run."""
     # Tensor parallelism shards every second parameter by columns. In this list, the second parameter is "odd_experts".
     params = ["one_row", "odd_experts"]
     assert world3.run(_compared, layout, "normuon", params=params) == [(True, 0.0, "")] * 3
@@ -92,6 +92,6 @@ def _lost_on_one_rank(key: str, left: Any) -> None:
     ("key", "left"), [("second_moment", None), ("weight_radius", None), ("second_moment", torch.zeros(1, 3))]
 )
 def test_what_one_rank_alone_has_lost_or_changed_is_an_error_on_all(key: str, left: Any, world2: RankPool) -> None:
-    """If one rank has lost or changed its state, all ranks must raise an error. Once, a rank without its norms started
-    a reduction in which the other ranks did not take part."""
+    """If one rank has lost or changed its state, all ranks must raise an error. In an earlier version, a rank that had
+    lost its weight norms started a reduction in which the other ranks did not take part."""
     world2.run(_lost_on_one_rank, key, left)

@@ -42,7 +42,7 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 @functools.cache
 def built(name: str) -> nn.Module:
-    """Return a cached model. Several tests share this model, so no test may change it."""
+    """Return a cached model. Several tests share each cached model, so no test may change it."""
     return made(MODELS[name])
 
 
@@ -85,8 +85,8 @@ def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: in
 
 
 def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
-    """Split `tensor`, which is the parameter `name` or its gradient, into matrices by the options of the parameter's
-    group."""
+    """Split `tensor`, which is the parameter `name` or its gradient, into matrices according to the options of the
+    parameter's group."""
     (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
     options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
     return ParamCase(tuple(tensor.shape), "", options).matrices(tensor)
@@ -154,7 +154,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
     model = made(MODELS[name]).eval()
     param = dict(model.named_parameters())[weight]
     per_expert = 4 if name == "Qwen3-Next" else 2
-    # With 32 tokens, every expert is chosen at least once, so every expert gets a gradient.
+    # With 32 tokens, the router chooses every expert at least once, so every expert gets a gradient.
     tokens = torch.arange(3, 35)[None]
 
     def run(model: Any) -> Any:

@@ -1,8 +1,5 @@
-"""Tests of QK-clip on the attention layers of transformers: layers are found, measured logits equal those of the eager
-forward pass, and clipping bounds the logits.
-
-The tests need transformers: `make zoo`.
-"""
+"""Tests of QK-clip on the attention layers of the transformers library: layers are found, measured logits equal those
+of the eager forward pass, and clipping bounds the logits. The tests need transformers: `make zoo`."""
 
 from __future__ import annotations
 
