@@ -50,7 +50,7 @@ def by_rates(machine: Machine | None) -> AbstractContextManager[object]:
 
 
 def quick_plans() -> Any:
-    """Return a decorator, also usable as a context manager, in which the planner tries only two numbers of buckets. If it
+    """Return a decorator, also usable as a context manager, in which the planner tries two numbers of buckets. If it
     tries all of them, planning takes longer than the rest of a small job's first step."""
     return mock.patch.object(planner, "_NUMS", (1, 4))
 
