@@ -14,7 +14,9 @@ is in this file. The package itself is never imported.
 
 [Note: empty shards]
     On a rank that stores nothing of a parameter, `grad` stays None. If the ranks that store the parameter have
-    gradients, this rank takes part in the step as if it had an empty gradient.
+    gradients, this rank takes part in the step as if it had an empty gradient. For parameters that AdamW updates, ranks
+    do not vote on gradients, so the step count on a rank without elements can differ from the step count on the ranks
+    that store the parameter. Only the latter is used and saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -65,6 +67,9 @@ class _MegatronFSDPEngine(DTensorEngine):
 
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         return Engine.stored(self, form, extents, grid)
+
+    def signature(self, param: Any) -> object:
+        return super().signature(param), getattr(param, "megatron_fsdp_slice", None)
 
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not super().is_aligned(grad, param):
@@ -228,7 +233,8 @@ class _MegatronFSDPHost(Host):
     def saved(self, core: Any, saved: dict[str, Any]) -> None:
         """Attach offsets in the global tensor to the local storage of state tensors. torch.distributed.checkpoint uses
         these offsets instead of the placements. Only state tensors with the placements of their Megatron-FSDP parameter
-        get offsets.
+        get offsets. A rank that stores no elements of a parameter does not save the step count, see [Note: empty
+        shards].
 
         Tensor-parallel parts are saved one after another, even if tensor parallelism shards the parameter with a
         stride. Megatron-FSDP saves weights in the same way.
@@ -240,6 +246,8 @@ class _MegatronFSDPHost(Host):
                     offsets[0] = row
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
+                elif type(value) is Tensor and not _ENGINE.storage(param).numel() and param.numel():
+                    value.__create_write_items__ = lambda fqn, tensor: []  # type: ignore[attr-defined]
 
 
 _MegatronFSDPHost.register()
