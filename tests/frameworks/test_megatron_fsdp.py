@@ -349,6 +349,10 @@ def _refused() -> list[str]:
             p.grad = grad
         job.step(2)
         job.check()
+        if dist.get_rank() == ranks[-1]:
+            _shift(p, -6)
+        with pytest.raises(ValueError, match="leave a gap"):
+            Muon.step(job.optimizer)
         return said
 
 
@@ -361,10 +365,14 @@ def test_gradients_parameters_and_rows_that_are_not_the_real_ones_are_refused_on
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
+UPDATED_BY_ADAMW = ("ends.embedding.weight", "ends.mixer.bias", "ends.head.weight", "layer.blocks.0.norm.weight")
+
+
 def _save(form: str, folder: str, variant: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     with _megatron():
         job = Job(form, **variant)
         job.step(10)
+        job.step(20, UPDATED_BY_ADAMW)
         dcp.save(job.state_dicts(), checkpoint_id=folder)
         return job.dense_model.state_dict(), job.dense.state_dict()
 

@@ -66,6 +66,9 @@ class _MegatronFSDPEngine(DTensorEngine):
     def stored(self, form: tuple[Any, ...], extents: Mapping[int, Extent], grid: Grid) -> Stored:
         return Engine.stored(self, form, extents, grid)
 
+    def signature(self, param: Any) -> object:
+        return super().signature(param), getattr(param, "megatron_fsdp_slice", None)
+
     def is_aligned(self, grad: Tensor, param: Any) -> bool:
         if not super().is_aligned(grad, param):
             raise ValueError(
@@ -242,6 +245,8 @@ class _MegatronFSDPHost(Host):
                     offsets[0] = row
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
+                elif type(value) is Tensor and not _ENGINE.storage(param).numel() and param.numel():
+                    value.__create_write_items__ = lambda fqn, tensor: []  # type: ignore[attr-defined]
 
 
 _MegatronFSDPHost.register()
