@@ -204,6 +204,10 @@ def _mark(storage: Tensor, offsets: list[int]) -> None:
     storage.__create_write_items__ = write_items  # type: ignore[attr-defined]
 
 
+def _no_items(fqn: str, tensor: Any) -> list[Any]:  # a function of the module, so that the tensor can be pickled
+    return []
+
+
 # ------------------------------------------------------------------------------------------------------ wrapping
 
 
@@ -246,7 +250,7 @@ class _MegatronFSDPHost(Host):
                     offsets[cut.dim] += part * -(-param.shape[cut.dim] // num_parts)
                     _mark(_ENGINE.storage(value), offsets)
                 elif type(value) is Tensor and not _ENGINE.storage(param).numel() and param.numel():
-                    value.__create_write_items__ = lambda fqn, tensor: []  # type: ignore[attr-defined]
+                    value.__create_write_items__ = _no_items  # type: ignore[attr-defined]
 
 
 _MegatronFSDPHost.register()
