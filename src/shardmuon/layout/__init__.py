@@ -1,2 +1,2 @@
-"""Layouts, which describe the part of each matrix that each rank stores. Optimizer steps, gradient clipping and
-checkpoints read the layouts of all parameters from a table."""
+"""Layouts. The layout of a parameter describes which part of each of its matrices each rank stores. The ranks build a
+table of the layouts of all parameters, which optimizer steps, gradient clipping and checkpoints read."""

@@ -58,8 +58,8 @@ class Listed(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A parameter, the engine that handles its kind of storage, and the engine's report: the ranks that share the
-    parameter (ties), and a description of the part that this rank stores (claim)."""
+    """A parameter with the engine (storage adapter) that handles it, and the engine's two reports about it: `ties`, the
+    ranks that share the parameter, and `claim`, a description of the part that this rank stores."""
 
     listed: Listed
     engine: Engine
@@ -73,12 +73,14 @@ class Table:
     layouts for this parameter.
 
     Attributes:
-        component: All ranks that built the table, connected by shared parameters.
+        component: All ranks that built the table. Shared parameters connect these ranks, directly or through other
+            ranks.
         params: This rank's parameters.
         claims: For each parameter, this rank's description of the part that it stores.
         layouts: Layout of each parameter.
-        sets: Set of ranks -> indices of the parameters that these ranks share. Small sets come first.
-        stamps: Rank -> text that identifies its hardware and software, for all ranks of the component.
+        sets: Dict from each set of ranks to the indices of the parameters that exactly these ranks share. Small sets
+            come first.
+        stamps: Dict from each rank of the component to a text that identifies the rank's hardware and software.
         token: 16 bytes that identify this table, equal on all ranks of the component. The token is a hash of random
             bytes that the ranks contribute. If two optimizers are otherwise identical, their tokens reveal that ranks
             step them in different orders.
@@ -102,12 +104,12 @@ def union(groups: Collection[Ranks]) -> Ranks:
 
 
 def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
-    """Find the grid of all ranks that share a tensor, for every `Ties` in `known`. Each row of the grid is a replica of
-    the tensor, and each column is a part. The result is equal on all ranks.
+    """For every `Ties` in `known` (one rank's view of the ranks that share a tensor with it), find the grid of all
+    ranks that share the tensor. The ranks in a row of the grid store one replica of the tensor, and the ranks in a
+    column store the same part. The result is equal on all ranks.
 
     Args:
-        known: Rank -> the ties of its tensors (the ranks with which it shares them), for all ranks that are
-            connected by shared tensors.
+        known: Dict from a rank to the ties of the rank's tensors, for all ranks that are connected by shared tensors.
 
     Raises:
         Refused: The ties of some ranks do not fit together into a grid.
@@ -118,8 +120,8 @@ def _grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
             if ties not in found:
                 grid = found[ties] = _grid(rank, ties, known)
                 columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
-                # Reuse the grid for all ranks in it, because computing the grid again for each of N ranks would take
-                # O(N^3) time.
+                # All ranks that share a tensor have the same grid, which is stored for all of them, because computing
+                # the grid again for each of N ranks would take O(N^3) time.
                 for row, column in itertools.product(grid, columns):
                     found.setdefault(Ties(row, column), grid)
     return found
@@ -163,7 +165,8 @@ def _no_grid(rank: int, ties: Ties, other: int, known: Mapping[int, Collection[T
 
 
 def describe(listed: Sequence[Listed]) -> list[_Described]:
-    """Ask each parameter's engine which ranks share the parameter and which part of it this rank stores.
+    """Ask each parameter's engine (storage adapter) which ranks share the parameter and which part of it this rank
+    stores.
 
     Raises:
         ValueError: A parameter cannot be used. The message contains the parameter's name and the reason.
@@ -179,10 +182,11 @@ def describe(listed: Sequence[Listed]) -> list[_Described]:
 def _sharers_of(
     params: Callable[[], Sequence[tuple[str, Tensor, Group]]], fault: Fault
 ) -> dict[Ties, tuple[Ranks, ...]]:
-    """Find the ties of these parameters: for each parameter, the ranks that share it. Return a dict that maps the ties
-    to the sets of ranks in them. The other ranks of these sets wait for this rank's message, so an error does not stop
-    the search: the error is recorded in `fault`, and its parameter is left out. If `fault` contains an error
-    afterwards, the search is repeated once, because an interruption can end a search early."""
+    """Find the ties of the parameters that `waiting` returns. The ties of a parameter are the ranks that share the
+    parameter. Return a dict from ties to the sets of ranks in them. The other ranks of these sets wait for this rank's
+    message, so an error does not stop the search: the error is recorded in `fault`, and its parameter is left out. If
+    `fault` contains an error afterwards, the search is repeated once, because an interruption can end a search
+    early."""
     found: dict[Ties, tuple[Ranks, ...]] = {}
     for _ in range(2):
         with fault:
@@ -235,7 +239,8 @@ def bind(
     with fault:
         grids = _grids_of({other: ties for other, (ties, _, _) in known.items()})
         ranks_of = {ties: union(grids[ties]) for ties in sharers}
-        # Small sets come first, so that all ranks process the sets in the same order.
+        # Sets of ranks are sorted by size and then by their ranks, so that all ranks process the sets in the same
+        # order.
         order = sorted({*ranks_of.values()}, key=lambda ranks: (len(ranks), ranks))
         numbers = {ranks: [n for n, one in enumerate(mine) if ranks_of[one.ties] == ranks] for ranks in order}
         lines = {ranks: [_line(mine[n], fingerprint is not None) for n in of_set] for ranks, of_set in numbers.items()}
@@ -260,11 +265,12 @@ def bind(
 
 
 def _line(one: _Described, compared: bool) -> str:
-    """Format, as one line, the properties that must be equal on all ranks that share the parameter. `compared` is True
-    if the ranks compare the values of replicas."""
+    """Format those properties of a parameter that must be equal on all ranks that share the parameter as one line of
+    text. `compared` is True if the ranks compare the values of replicas."""
     shape, *form = one.claim.form
     view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-    sizes = f"{shape}".replace("-1", "any")  # -1 marks a dim that is cut into parts of arbitrary sizes
+    # a size of -1 stands for a dim that ranks cut into parts of arbitrary sizes
+    sizes = f"{shape}".replace("-1", "any")
     title = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
     return "; ".join((title, f"{form}", f"replicas_compared={compared}", *one.listed.options.split(" "), *view))
 
@@ -324,14 +330,16 @@ def _layout(one: _Described, told: Mapping[int, Extent], grid: Grid) -> ParamLay
 
 def _compare_replicas(
     mine: Sequence[_Described],
-    table: Sequence[Table],  # a list with one table, or an empty list if this rank has an error
+    table: Sequence[Table],  # one layout table; empty if this rank has an error
     component: Ranks,
     fingerprint: Callable[[Tensor], int] | None,
     fault: Fault,
 ) -> None:
     """Compare the fingerprints of replicas, and raise an error on all ranks if any rank finds a difference or has an
     error. Collective over `component`."""
-    prints = dict[tuple[Ranks, int], int]()  # (set of ranks, position of the parameter in the set) -> fingerprint
+    # Dict from a tuple (set of ranks, position of a parameter among the parameters that these ranks share) to the
+    # fingerprint of the parameter's local storage.
+    prints = dict[tuple[Ranks, int], int]()
     with fault:
         if table and fingerprint is not None:
             prints = {
@@ -341,7 +349,7 @@ def _compare_replicas(
                 if table[0].layouts[number].has_replicas
             }
     found = dict(zip(component, gather(prints, component, fault), strict=True))
-    if any(found.values()):  # `found` is equal on all ranks, so either all or none make the collective call
+    if any(found.values()):  # `found` is equal on all ranks, so either all ranks call `gather` or none does
         with fault:
             for ranks, at in prints:
                 number = table[0].sets[ranks][at]
@@ -368,13 +376,14 @@ def _compare(one: _Described, layout: ParamLayout, prints: Sequence[int]) -> Non
 
 
 class TableCall(Call[_K]):
-    """A collective call that builds a layout table. From this table, the method `made` derives the binding, which is
-    the data that later calls reuse.
+    """A collective call, such as an optimizer step, that needs the layouts of parameters. If no valid binding is
+    cached, the ranks build a new layout table, and the method `made` derives a binding from the table. A binding is the
+    data that later calls reuse.
 
     Attributes:
-        beyond: Ranks that must take part in the call even if they share no parameter with this rank; None: there are no
-            such ranks.
-        stamp, fingerprint: Arguments of `bind` for a new table.
+        beyond: Ranks that must take part in the call even if they share no parameter with this rank; None if there are
+            no such ranks.
+        stamp, fingerprint: Arguments with which `bind` is called to build a new table.
     """
 
     beyond: Ranks | None = None
@@ -383,7 +392,7 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def listed(self) -> list[Listed]:
-        """Return the parameters of this rank that a new table must contain."""
+        """Return the parameters of this rank whose layouts a new table must contain."""
 
     def waiting(self) -> list[tuple[str, Tensor, Group]]:
         """Return the name, tensor and group of every parameter for which other ranks can be waiting for this rank,
@@ -397,8 +406,8 @@ class TableCall(Call[_K]):
 
     @abstractmethod
     def heard(self, kept: _K, everyone: Sequence[Any]) -> None:
-        """Complete the binding `kept`, and store it for later calls. `everyone` contains the message that `made`
-        returned on each rank."""
+        """Complete the binding `kept` (the data that later calls reuse) with the messages that `made` returned on all
+        ranks, which are in `everyone`. Store the binding for later calls."""
 
     def sets(self, fault: Fault) -> list[Ranks]:
         found = _sharers_of(self.waiting, fault).values()

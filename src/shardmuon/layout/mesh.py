@@ -41,7 +41,8 @@ from shardmuon.layout.pieces import Box, Held, ParamLayout
 from shardmuon.layout.views import Ints
 
 _Ranges = tuple[tuple[int, int], ...]  # intervals [start, stop) of one tensor dim, in storage order
-_OfRank = tuple[tuple[Held, ...], Ints]  # one rank's pieces, and the shape of the storage that contains them
+# (pieces of a tensor that one rank stores, shape of the storage that contains these pieces)
+_OfRank = tuple[tuple[Held, ...], Ints]
 
 
 class Shard(NamedTuple):
@@ -66,8 +67,9 @@ class OnMesh(NamedTuple):
     placements: tuple[Shard | None, ...]
 
     def reading(self, shape: Ints) -> dict[int, _OfRank]:
-        """Compute which pieces of a tensor with this global shape each rank stores, and the shape of the storage that
-        contains these pieces. The keys of the dict are in the order of `ranks`."""
+        """For each rank, compute which pieces of a tensor with this global shape and this placement the rank stores,
+        and the shape of the storage that contains these pieces. The keys of the returned dict are in the order of
+        `ranks`."""
         places = itertools.product(*map(range, self.mesh))
         return {rank: self.read_at(shape, place) for rank, place in zip(self.ranks, places, strict=True)}
 
@@ -85,7 +87,8 @@ class OnMesh(NamedTuple):
         stage of the variant (such as NorMuon) stores these values between steps ([Note: placement of stage state]).
         `layout`: layout of the parameter."""
         view, is_stack = layout.view.kept(sizes), layout.view.num_row_dims == 2
-        # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate it.
+        # Mesh axes that shard dim 0 of a stack also shard dim 0 of the state tensor. All other axes replicate the state
+        # tensor.
         cuts = tuple(p if p is not None and p.dim == 0 and is_stack else None for p in self.placements)
         found = self._replace(placements=cuts).reading(view.shape)
         return ParamLayout(view, layout.ranks, tuple(found[rank][0] for rank in layout.ranks))
@@ -149,8 +152,8 @@ def _stored(ranges: Sequence[_Ranges]) -> _OfRank:
 
 
 def same_storage(first: Ints, second: Ints) -> bool:
-    """True if two storage shapes are equal, or if both have no elements. The exact shape of an empty storage is not
-    reliable: `fully_shard` stores an empty shard of shape (12, 0) with shape (0, 0)."""
+    """True if the shapes of two local storages are equal, or if neither storage has any elements. The exact shape of an
+    empty storage is not reliable: `fully_shard` stores an empty shard of shape (12, 0) with shape (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 
 

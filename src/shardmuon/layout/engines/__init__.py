@@ -1,7 +1,6 @@
-"""Engines: one file per kind of parameter storage. An engine describes a tensor's placement and accesses its storage.
-
-A tensor that no engine recognizes is treated as a plain tensor. An engine that belongs to a single framework is defined
-and registered in the folder of that framework.
+"""Engines, which are adapters for the kinds of parameter storage, with one file per kind. An engine describes how a
+tensor is placed on the ranks and accesses the part that this rank stores. A tensor that no engine recognizes is treated
+as a plain tensor. An engine for a single framework is defined and registered in the folder of that framework.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ for _builtin in (FlatEngine(), DTensorEngine(), FSDP1Engine()):
 
 
 def engine_for(param: Tensor, group: Group) -> Engine:
-    """Return the engine that handles a parameter's kind of storage. For a plain tensor, the engine depends on the
-    options of the parameter group.
+    """Return the engine (storage adapter) for a parameter. For a plain tensor, the choice depends on the options of the
+    parameter group.
 
     Raises:
         ValueError: The option `tp_group` is invalid. The message does not contain the parameter's name.

@@ -31,7 +31,7 @@ class GradientState:
 _SIGNATURE = attrgetter("shape", "dtype", "device")
 _SHAPE, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("shape", "device", "dtype", "layout"))
 
-Group = Mapping[str, Any]  # one of an optimizer's parameter groups, with its options
+Group = Mapping[str, Any]  # a parameter group of an optimizer, with its options
 # (global shape of a tensor, dict from each rank to the pieces that it stores)
 Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]
 
@@ -52,7 +52,8 @@ def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
     return list(zip(map(str, names), params, strict=True))
 
 
-Grid = tuple[Ranks, ...]  # ranks that share a tensor: one row per replica, one column per part
+# grid of the ranks that share a tensor, with one row per replica and one column per part of the tensor
+Grid = tuple[Ranks, ...]
 
 
 class Ties(NamedTuple):
@@ -61,8 +62,8 @@ class Ties(NamedTuple):
     ranks.
 
     Attributes:
-        parts: Ranks that store the parts of this rank's replica, in part order; only this rank if the tensor is
-            not cut.
+        parts: Ranks that store the parts of this rank's replica, in the order of the parts; only this rank if the
+            tensor is not cut.
         mates: Ranks that store the same part as this rank, in ascending order. These ranks replicate the part or divide
             it further.
     """
@@ -72,8 +73,8 @@ class Ties(NamedTuple):
 
     @property
     def sets(self) -> tuple[Ranks, ...]:
-        """The sets of ranks that share the tensor, as far as this rank knows: the ranks in `parts` and the ranks in
-        `mates`, each in ascending order. If both are equal, only one of them is listed."""
+        """The sets of ranks with which this rank shares the tensor: the ranks in `parts` and the ranks in `mates`, each
+        in ascending order. If both sets are equal, the set is listed once."""
         return tuple(dict.fromkeys((tuple(sorted(self.parts)), self.mates)))
 
 
@@ -100,8 +101,8 @@ class Claim(NamedTuple):
         extent: This rank's storage, which other ranks do not know.
         empty_lacks_gradient: True if the framework leaves `grad` None on ranks that store no part of the tensor, so
             that a rank can lack a gradient while other ranks have gradients.
-        uncounted: Reason why a gradient norm over ranks would count the tensor several times even though its layout is
-            known; None if there is no such reason.
+        uncounted: Error text for tensors that a gradient norm over all ranks would count several times even though the
+            layout is known; None for all other tensors.
     """
 
     form: tuple[Any, ...]
@@ -133,7 +134,7 @@ class Engine:
     plain_shards = False
 
     def recognizes(self, param: Tensor) -> bool:
-        """True if this engine handles the parameter."""
+        """True if this engine (storage adapter) handles the parameter's kind of storage."""
         return True
 
     # --------------------------------------------------------------------------------------------------- placement
@@ -231,7 +232,8 @@ class Engine:
         for column in (params, grads, *states):
             if set(map(_DTYPE, column)) != {column[0].dtype}:
                 return None
-        # reject expanded tensors, whose elements share memory and therefore cannot be written
+        # Expanded parameters and state tensors take the slow path, because their elements share memory and cannot be
+        # written.
         for column in (params, *states):
             if list(map(_DEVICE, column)) != devices:
                 return None
@@ -288,20 +290,21 @@ class Engine:
 
 
 _PLAIN = Engine()
-_ENGINES = [_PLAIN]  # engines are tried in this order; the last one recognizes every tensor
+# registered engines, in the order in which `recognizes` is called; the last engine recognizes every tensor
+_ENGINES = [_PLAIN]
 
 
 def register(engine: Engine) -> None:
-    """Register an engine, which is then tried before all engines registered earlier. The engine must recognize only the
-    kind of tensor that it handles."""
+    """Register an engine (storage adapter). For each tensor, the new engine is asked before all engines that were
+    registered earlier, so it must recognize only the kind of tensor that it handles."""
     _ENGINES.insert(0, engine)
 
 
 def engine_of(param: Tensor) -> Engine:
     """Return the engine that can access a parameter's storage. To find the placement of a plain tensor, use
     `engine_for` instead, which also reads the options of the parameter group."""
-    # Skip the search for a plain tensor without attributes: engines recognize plain tensors by attributes that
-    # frameworks set.
+    # A plain tensor without attributes needs no search for its engine, because other engines recognize plain tensors
+    # only by attributes that frameworks set.
     if type(param) in (Tensor, torch.nn.Parameter) and not param.__dict__:
         return _PLAIN
     return next(engine for engine in _ENGINES if engine.recognizes(param))

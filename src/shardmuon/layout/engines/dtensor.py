@@ -80,7 +80,8 @@ class DTensorEngine(Engine):
         return spec.shape, spec.mesh, spec.placements, local.shape, local.dtype, local.device
 
     def storage(self, tensor: Any) -> Tensor:
-        local: Tensor = tensor._local_tensor  # unlike `to_local`, this attribute creates no view of a Parameter
+        # `_local_tensor` is the local tensor itself, whereas `to_local` would create a view of it
+        local: Tensor = tensor._local_tensor
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def storages(
@@ -170,7 +171,8 @@ def _ranks_of(mesh: DeviceMesh) -> Ints:
 
 
 def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]:
-    """Convert DTensor placements to one entry for each mesh axis: a `Shard`, or None if the axis replicates the tensor.
+    """Convert torch's DTensor placements to this package's placements. The result has one entry per mesh axis: a
+    `Shard`, or None if the axis replicates the tensor.
 
     Raises:
         ValueError: A placement is neither Shard nor Replicate (for example Partial, with which a rank stores only one
@@ -192,6 +194,6 @@ def _cuts_of(placements: Sequence[Placement]) -> tuple[meshes.Shard | None, ...]
 
 
 def _implied(shape: Ints, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ints:
-    """Compute the shape of this rank's local part of a tensor with the given global shape and placements."""
+    """Compute the shape that this rank's local tensor must have according to the global shape and the placements."""
     place = meshes.OnMesh(tuple(mesh.shape), (), _cuts_of(placements))
     return place.read_at(shape, tuple(mesh.get_coordinate() or ()))[1]

@@ -27,7 +27,8 @@ class FlatShard:
 
     Attributes:
         shape: Shape of the whole tensor.
-        start: Index of the first element in the flattened tensor, or in its flattened tensor-parallel shard.
+        start: Index of the shard's first element in the flattened tensor or, under tensor parallelism, in the flattened
+            tensor-parallel shard.
         group: Process group whose ranks share the tensor (or the tensor-parallel shard). A gradient norm adds up the
             parts of all ranks in this group, so a framework that replicates parts within the group must clip gradients
             itself.
@@ -39,7 +40,8 @@ class FlatShard:
         home: Accelerator from which the shard was offloaded to the CPU; None: the shard is not offloaded.
 
     Raises:
-        ValueError: The cut does not give equal parts, or ranges of flattened elements are not supported for it.
+        ValueError: The tensor-parallel cut does not divide the tensor into equal parts, or the cut is along a dim where
+            1-D shards are not supported.
     """
 
     shape: Ints

@@ -36,7 +36,7 @@ class UnitPlace(NamedTuple):
 
     Attributes:
         unit: Weak reference to the unit that holds the parameter.
-        number: Index of the parameter in the unit's flat parameter.
+        number: Position of the parameter among the original parameters of the unit's flat parameter.
         info: Description of this rank's shard of the parameter.
         numel: Number of elements of the parameter stored on this rank.
         fault: Reason why the shard is not a range of the parameter's elements in row-major order; None if the shard is
@@ -60,12 +60,13 @@ class UnitPlace(NamedTuple):
     def of(param: Tensor) -> UnitPlace | None:
         """Find a parameter's location in the FSDP1 units. Return None if FSDP1 does not manage the parameter, or if the
         parameter's model cannot be found."""
-        if not getattr(param, "_fsdp_flattened", False):  # torch sets this attribute on original and on flat parameters
+        # torch sets `_fsdp_flattened` on original and on flat parameters
+        if not getattr(param, "_fsdp_flattened", False):
             return None
         found: UnitPlace | None = _PLACES.get(param)
         if found is None or not found.holds(param):
             _PLACES.pop(param, None)
-            # A parameter has no reference to its unit, so all Python objects are searched.
+            # All Python objects are searched for FSDP1 units, because a parameter has no reference to its unit.
             UnitPlace.learn(gc.get_objects())
             found = _PLACES.get(param)
         return found
@@ -82,7 +83,8 @@ class UnitPlace(NamedTuple):
 
     @staticmethod
     def is_elsewhere(param: Tensor) -> bool:
-        """True if FSDP1 stores no element of the parameter on this rank, so that the rank needs no momentum for it."""
+        """True if FSDP1 stores all elements of the parameter on other ranks, so that this rank needs no momentum for
+        the parameter."""
         place = UnitPlace.of(param)
         return place is not None and place.numel == 0
 
@@ -93,7 +95,7 @@ class UnitPlace(NamedTuple):
         module: Any = sys.modules.get("torch.distributed.fsdp")
         kind = None if module is None else module.FullyShardedDataParallel
         for unit in [one for one in objects if kind is not None and issubclass(type(one), kind)]:
-            # `_handle` is missing or None if the unit has no parameters of its own or is not built yet.
+            # `_handle` is missing or None if the FSDP1 unit manages no parameters or is not built yet.
             handle: Any = getattr(unit, "_handle", None)
             if handle is not None and handle._use_orig_params and is_alive(handle.process_group):
                 _note(unit, handle, handle.flat_param)

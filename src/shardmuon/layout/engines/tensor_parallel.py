@@ -88,8 +88,8 @@ class TensorParallelEngine(Engine):
         return Engine.signature(self, param), self.shards, self.cut(param)
 
     def knows_shape(self, param: Tensor) -> bool:
-        """True if the global shape is known. False if `shape` can only assume that all shards have equal shapes ([Note:
-        global shape])."""
+        """True if the ranks have determined the parameter's global shape together. If False, the method `shape` assumes
+        that the shards on all ranks have equal shapes ([Note: global shape])."""
         return self.cut(param) is None or self._known(param) is not None
 
     def shape(self, param: Tensor) -> Ints:
@@ -107,7 +107,7 @@ class TensorParallelEngine(Engine):
 
 
 def _at_dim(numbers: Ints, dim: int, value: int) -> Ints:
-    """Return a copy of `numbers` in which the entry at position `dim` is `value`."""
+    """Return a copy of a shape or another list of one number per dim, with the entry of `dim` replaced with `value`."""
     return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
