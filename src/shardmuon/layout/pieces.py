@@ -23,7 +23,7 @@ from shardmuon.comm.groups import Ranks
 from shardmuon.comm.vote import digest_of
 from shardmuon.layout.views import Ints, MatrixView, row_major
 
-_Span = tuple[Ints, Ints]  # (first index, sizes) of a box
+_Span = tuple[Ints, Ints]  # (first index, sizes) of a box of a tensor's index space
 
 
 class Box(NamedTuple):
@@ -68,7 +68,7 @@ class Held(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Ints) -> Held:
-        """Make the single piece that covers a whole tensor, in storage of the same shape."""
+        """Make the piece of a rank that stores a whole tensor, in a storage that has the tensor's shape."""
         zeros = (0,) * len(shape)
         return cls(Box(zeros, shape), zeros)
 
@@ -81,8 +81,8 @@ class Patch(NamedTuple):
         matrix: Index of the matrix in its parameter.
         sizes: Shape of the view.
         row, col: Row and column of the first element.
-        rows, cols: For each dim of the view, the number of matrix rows and of matrix columns between neighboring
-            elements; one of the two numbers is 0.
+        rows, cols: For each dim of the view, the number of matrix rows (`rows`) and of matrix columns (`cols`) between
+            neighboring elements. Because a dim steps through either rows or columns, one of the two numbers is 0.
     """
 
     matrix: int
@@ -94,12 +94,12 @@ class Patch(NamedTuple):
 
     @classmethod
     def rectangle(cls, matrix: int, row: int, col: int, num_rows: int, num_cols: int) -> Patch:
-        """Make the patch of a contiguous range of rows and columns."""
+        """Make the patch that covers a contiguous range of rows and columns of a matrix."""
         return cls(matrix, (num_rows, num_cols), row, col, (1, 0), (0, 1))
 
     def address(self, of_row: int, of_col: int) -> tuple[int, Ints]:
-        """Compute the offset of the first element and the stride of each dim, in a matrix with the given row and column
-        strides."""
+        """Compute the offset of the patch's first element and the stride of each dim of the patch, in a matrix with the
+        given row and column strides."""
         strides = tuple(a * of_row + b * of_col for a, b in zip(self.rows, self.cols, strict=True))
         return self.row * of_row + self.col * of_col, strides
 
@@ -288,14 +288,14 @@ class ParamLayout:
 
     @cached_property
     def digest(self) -> bytes:
-        """16-byte hash of the layout, equal for equal layouts on any rank."""
+        """16-byte hash of the layout. Equal layouts have equal hashes on all ranks."""
         return digest_of((self.view, self.ranks, self.held))
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
         """Tiles of each matrix, as one dict per matrix. The dict maps each rank that stores part of the matrix, in
         ascending order, to the rank's tiles in storage order."""
-        # Replicas have equal pieces, so the tiles of equal pieces are computed only once.
+        # Tiles are computed once for each distinct piece, because ranks with replicas have equal pieces.
         distinct = set(itertools.chain.from_iterable(self.held))
         of_held = {held: _tiles_of(held, self.view) for held in distinct}
         found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
@@ -305,13 +305,13 @@ class ParamLayout:
         return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
 
     def of_rank(self, rank: int) -> tuple[Held, ...]:
-        """Return the pieces that a rank stores."""
+        """Return the pieces of the tensor that a rank stores."""
         return self.held[self.ranks.index(rank)]
 
     def spans(self, rank: int, strides: Sequence[int]) -> Iterator[tuple[Ints, Ints, Ints, int]]:
         """Yield (start, sizes, strides, offset) for each box of the tensor that a rank stores. `start` is the first
-        index of the box. The yielded strides and offset address the box in a storage that has the strides given as
-        argument."""
+        index of the box in the tensor. The yielded strides and offset locate the box in the rank's storage, whose
+        strides are given as an argument."""
         for held in self.of_rank(rank):
             for start, sizes in _spans_of(held.piece, self.view.shape):
                 offset, steps = Tile(0, start, sizes, held).in_storage(self.view, strides)
@@ -319,7 +319,7 @@ class ParamLayout:
 
     @cached_property
     def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """Dict from each rank to the nonempty pieces that the rank stores."""
+        """Dict from each rank to the nonempty pieces of the tensor that the rank stores."""
         held = zip(self.ranks, self.held, strict=True)
         return {rank: tuple(one.piece for one in of_rank if one.piece.numel) for rank, of_rank in held}
 
@@ -354,7 +354,7 @@ class ParamLayout:
 
     @cached_property
     def has_replicas(self) -> bool:
-        """True if any piece is stored more than once."""
+        """True if several ranks store the same piece of the tensor."""
         return any(len(ranks) > 1 for ranks in self.keepers.values())
 
     def source(self, piece: Piece, owner: int) -> int:
@@ -366,7 +366,7 @@ class ParamLayout:
 
     @cached_property
     def whole_on(self) -> tuple[Ranks, ...]:
-        """For each matrix, the ranks that each store the whole matrix."""
+        """For each matrix of the tensor, the ranks that store the whole matrix."""
         return tuple(
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)

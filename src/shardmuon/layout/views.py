@@ -28,8 +28,8 @@ def row_major(sizes: Sequence[int]) -> Ints:
 
 
 class _Matrix(NamedTuple):
-    """Part of a tensor that is orthogonalized as one matrix: a box of the fine index space, which is the tensor's index
-    space with at most one dim split in two.
+    """Part of a tensor that is orthogonalized as one matrix. The part is a box of the fine index space, that is, of the
+    tensor's index space with at most one dim split in two.
 
     Attributes:
         rows, cols: Shape of the matrix.
@@ -52,7 +52,7 @@ class MatrixView:
         shape: Shape of the whole tensor.
         fine: Sizes of the dims after the split ([Note: the fine index space]).
         split_dim: Dim of `shape` that is split in two in `fine`; -1: no dim is split, and `fine` equals `shape`.
-        matrices: The matrices. An index of a matrix is a position in this tuple.
+        matrices: The matrices of the tensor. A matrix is identified by its index in this tuple.
         num_row_dims: Number of leading dims of `shape` that index stored rows: 2 for a stack, else 1.
     """
 
@@ -68,7 +68,8 @@ class MatrixView:
         return max(matrix.cols for matrix in self.matrices)
 
     def refined(self, strides: Sequence[int]) -> Ints:
-        """Convert strides of the tensor's dims to strides of the dims of `fine`, where one dim may be split in two."""
+        """Convert the strides of a tensor to strides for the dims of `fine`, in which one dim of the tensor may be
+        split in two."""
         if self.split_dim < 0:
             return tuple(strides)
         d, period = self.split_dim, self.fine[self.split_dim + 1]
@@ -134,7 +135,7 @@ def matrix_view(
     of_rows = _row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     blocks, groups = _blocks_of((height, cols), split_dim, split_sizes, split_groups)
-    if len(blocks) == 1:  # if a repeat has a single block, the blocks of all repeats are adjacent and form one block
+    if len(blocks) == 1:  # with a single block per repeat, the blocks of all repeats are adjacent and form one block
         blocks, groups = (blocks[0] * groups,), 1
     d = of_rows + split_dim
     matrices = []
@@ -146,8 +147,8 @@ def matrix_view(
 
 
 def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
-    """Check the options and return the dim that indexes stored rows: 1 for a stack, where dim 0 indexes matrices,
-    otherwise 0."""
+    """Check whether the options of `matrix_view` fit the shape. Return the dim that indexes stored rows: 1 for a stack,
+    where dim 0 indexes matrices, otherwise 0."""
     if len(dims) < 2:
         raise ValueError(
             f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
@@ -175,8 +176,8 @@ def _row_dim(dims: Ints, view: _ViewKind, split_dim: int) -> int:
 def _block(
     dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
 ) -> _Matrix:
-    """Make the matrix of one block of rows or columns. `block`: (index of the matrix in a stack, first index of the
-    block within a repeat, size of the block)."""
+    """Make the `_Matrix` for one block of a tensor's rows or columns. `block`: (index of the matrix in a stack, first
+    index of the block within a repeat, size of the block)."""
     expert, first, size = block
     sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # (number of rows, number of columns), as stored
     sides[split_dim] = size * groups
@@ -202,7 +203,8 @@ def _blocks_of(
     given: Sequence[int] | int | None,
     split_groups: int,
 ) -> tuple[Ints, int]:
-    """Check the options. Return the sizes of the blocks in one repeat, and the number of repeats."""
+    """Check whether `split_sizes` and `split_groups` fit the shape. Return the sizes of the blocks in one repeat, and
+    the number of repeats."""
     height, what = size_of[split_dim], ("row", "column")[split_dim]
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")

@@ -1,1 +1,1 @@
-"""The optimizer step: validation of gradients and state, the plan, and the updates of momentum and weights."""
+"""The optimizer step: validating gradients and state, caching the plan, and updating momentum and weights."""

@@ -31,8 +31,10 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
-_VECTOR = 64  # largest number of bytes that the CPU kernel processes at a time (AVX512; torch 2.11 .. 2.13)
-_SMALL = 1 << 14  # if the end of a tensor with fewer elements needs padding, the whole tensor is copied
+_VECTOR = 64  # largest size in bytes of the vectors in torch's fused AdamW kernel for CPUs (AVX512; torch 2.11 .. 2.13)
+# If a tensor's size is not a multiple of the CPU kernel's vector size and the tensor has fewer elements than this, the
+# whole tensor is copied, not only its last elements.
+_SMALL = 1 << 14
 
 
 class Row(NamedTuple):
@@ -47,8 +49,8 @@ class Row(NamedTuple):
 
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
-    state: MutableMapping[Tensor, dict[str, Any]],  # state of each parameter; missing entries are created
-    engines: Callable[[], set[Engine]],  # returns the engines (layout adapters) of Muon parameters with gradients
+    state: MutableMapping[Tensor, dict[str, Any]],  # optimizer state of each parameter; missing state is created
+    engines: Callable[[], set[Engine]],  # returns the engines (storage adapters) of all Muon parameters with gradients
     # Dict from the index of an AdamW group to one row per parameter, which contains the parameter's local tensors. A
     # row is None if these tensors are not known yet.
     seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),
@@ -65,16 +67,18 @@ def step_adamw(
         for row in rows:
             assert row is not None, "all are complete"
             param, step = row.param, row.state[STEP]
-            # empty shards count steps, too, so that the step counts in checkpoints agree on all ranks
+            # The step count of an empty shard is also increased, so that all ranks save the same step count.
             if not param.numel():
                 step += 1
                 continue
             device = param.device
-            if step.device != device:  # a step count that was just created or loaded can be on another device
+            # a step count that was just created or loaded can be on another device than the weight
+            if step.device != device:
                 row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
             of_devices.setdefault(device, []).append(row)
         for device, alike in of_devices.items():
-            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)  # groups that frameworks make can lack these options
+            # parameter groups that frameworks make can lack AdamW's options
+            _update_(alike, {**ADAMW_DEFAULTS, **group}, device)
 
 
 def _completed(
@@ -88,7 +92,7 @@ def _completed(
     A parameter takes part if it has a gradient, or if its gradient is missing only because this rank stores no elements
     of the parameter. Collective if a gradient must be redistributed to its parameter's layout."""
     others = (p for group in groups if not group["use_muon"] for p in group["params"] if p.grad is not None)
-    stepped = engines() | set(map(engine_of, others))  # engines (layout adapters) of all parameters with a gradient
+    stepped = engines() | set(map(engine_of, others))  # engines (storage adapters) of all parameters with a gradient
     found: list[Row] = []
     for p, row in zip(params, rows, strict=True):
         grad, engine = p.grad, engine_of(p)
@@ -118,13 +122,14 @@ def init_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    # `step_adamw` moves the step count to the weight's device
+    # the step count is created on the CPU, and `step_adamw` moves it to the weight's device
     state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
     for key in MOMENTS:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-_Line = Sequence[Tensor]  # the weight, gradient, exp_avg, exp_avg_sq and step count of one entry in the kernel's lists
+# (weight, gradient, exp_avg, exp_avg_sq, step count) of one entry in the lists that torch's AdamW kernel takes
+_Line = Sequence[Tensor]
 
 
 def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Line]]]:
@@ -132,7 +137,7 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
     copies ([Note: one form of AdamW]).
 
     Args:
-        rows: Parameters on one device.
+        rows: This rank's local tensors of each parameter on the device.
         cuts: True on CPUs, where the kernel rounds the end of a tensor differently.
 
     Returns:
@@ -146,7 +151,8 @@ def _lines(rows: Sequence[Row], cuts: bool) -> tuple[list[_Line], list[list[_Lin
         rest = numel % (_VECTOR // param.element_size()) if cuts else 0
         dense = all(map(Tensor.is_contiguous, tensors))
         if not dense and is_dense(param) and all(t.stride() == strides for t in tensors):
-            # all tensors have the same memory order, so the update of flat views of their memory gives the same result
+            # Weight, gradient and moments have the same memory order, so updating flat views of their memory gives the
+            # same result.
             tensors, dense = [t.as_strided((numel,), (1,)) for t in tensors], True
         if dense and not rest:
             lines.append((*tensors, step))
@@ -196,6 +202,7 @@ def _update_(rows: Sequence[Row], group: Mapping[str, Any], device: torch.device
     )
     for copy, targets in zip(copies, originals, strict=True):
         columns = list(zip(*targets, strict=True))
-        for number in (0, 2, 3):  # the weight and both moments, but not the gradient
+        # copy back the weight (0) and the two moments (2, 3), but not the gradient, which the step leaves unchanged
+        for number in (0, 2, 3):
             foreach_copy_(columns[number], _unflatten_dense_tensors(copy[number], columns[number]))
         foreach_copy_(columns[4], list(map(copy[4].view_as, columns[4])))

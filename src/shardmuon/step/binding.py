@@ -43,9 +43,9 @@ class Member(NamedTuple):
         group: Index of the parameter's group.
         name: Name of the parameter in messages.
         identity: Name that identifies the parameter on all ranks; "" if it has none.
-        engine: The object that gives access to the parameter's layout and local storage.
-        signature: The engine's summary of the parameter's layout when the plan was made. A different summary later
-            shows that the layout has changed.
+        engine: Storage adapter, which gives access to the parameter's layout and local storage.
+        signature: Summary of the parameter's layout that the engine computed when the plan was made. If the engine
+            later computes a different summary, the layout has changed.
     """
 
     param: Tensor
@@ -57,8 +57,8 @@ class Member(NamedTuple):
 
 
 class Binding(Agreed):
-    """A plan with this rank's parameters and buckets (sets of matrices that are exchanged together). `sets`,
-    `component` and `token` are copied from the table.
+    """A plan, with this rank's parameters and buckets (sets of matrices that are exchanged together). The attributes
+    `sets`, `component` and `token` are copied from the layout table.
 
     Args:
         rank: This rank.
@@ -74,18 +74,20 @@ class Binding(Agreed):
         group_of: Index of each parameter's group.
         alike_members: Dict from a tuple (index of a group, engine, dtype, device) to the indices of the parameters that
             have all four in common.
-        digests: Set of ranks -> digest of the part of the plan that must be equal on these ranks.
+        digests: Dict from a set of ranks to a digest of the part of the plan that must be equal on these ranks.
         on_weights: Indices of parameters whose variant has a stage that rescales the updated weights.
-        alike: Set of ranks -> parameters that these ranks must update in the same way. The set usually contains all
-            ranks that share the parameter. For a parameter in `lacking`, it contains only the ranks that store elements
-            of the parameter.
+        alike: Dict from a set of ranks to the indices of the parameters that these ranks must update in the same way.
+            For most parameters, the set contains all ranks that share the parameter. For a parameter in `lacking`, it
+            contains only the ranks that store elements of the parameter.
         elsewhere: Parameters in `lacking` that this rank shares but of which it stores no elements.
         lacking: Parameters whose gradient can be missing on ranks that store no elements of the parameter.
-        bits: Index of a parameter in `lacking` -> bit in the vote that shows whether any rank has its gradient.
-        num_bits: Total number of such bits over all ranks that vote together.
+        bits: Dict from the index of each parameter in `lacking` to the bit that shows, in the vote before a step,
+            whether any rank has the parameter's gradient.
+        num_bits: Number of bits that all ranks that vote together need for their parameters in `lacking`.
         buckets_without: Function that takes the indices of parameters without a gradient and returns the buckets for a
             step without these parameters.
-        weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute their norms.
+        weight_sets: Function that takes indices of parameters and returns the `WeightSet`s that compute the norms of
+            the matrices in these parameters.
     """
 
     def __init__(
@@ -127,8 +129,9 @@ class Binding(Agreed):
         self.elsewhere, self.bits, self.num_bits = frozenset(elsewhere), dict[int, int](), 0
         homes = [members[plan.items[bucket.items[0]].param].param.device for bucket in self.buckets]
         buckets = list(zip(self.buckets, homes, strict=True))
-        # Each cache holds results for two selections of parameters: all parameters, and the parameters of the last
-        # step. The cache of `weight_sets` also holds the result for the parameters with new norms.
+        # Both caches hold results for two selections of parameters: all parameters, and the parameters that had
+        # gradients in the last step. The cache of `weight_sets` also holds the result for the parameters whose weight
+        # norms have yet to be computed.
         self.buckets_without = lru_cache(maxsize=2)(partial(Buckets, plan, rank, shapes, buckets, ns_device))
         self.weight_sets = lru_cache(maxsize=3)(
             lambda numbers: WeightSet.of_rank(plan, {n: stages[n] for n in sorted(numbers)}, rank, shapes)
@@ -188,7 +191,7 @@ class Offer:
                 with about(name):
                     if settings is None:
                         UnitPlace.refuse_flat(p)
-                    # a frozen parameter is also listed if it has a gradient
+                    # a frozen parameter is listed, too, if it has a gradient
                     elif p.requires_grad or p.grad is not None:
                         text = f"{settings.batch} {whole} weights={p.dtype} products={self._products(p)}"
                         self.listed.append(Listed(name, name if named else "", p, group, settings.view, text))
@@ -199,8 +202,8 @@ class Offer:
         self.stamp = machine_stamp(where, flags=config.method == "torch")
 
     def _products(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's matrix products. On CPUs, the default dtype depends on hardware support,
-        which can differ between ranks."""
+        """Return the dtype in which a parameter's matrices are multiplied when they are orthogonalized. On CPUs, the
+        default dtype depends on hardware support, which can differ between ranks."""
         method = "standard" if self._config.method == "auto" else self._config.method
         return products_dtype(method, self._config.ns_dtype, self.ns_device or param.device)
 
@@ -266,7 +269,7 @@ def make_spec(
     doubles: bool,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
-    """Make the planner's description of one parameter.
+    """Make the `Spec` of one parameter, which is the description of a parameter that the planner takes.
 
     Args:
         name: Name of the parameter in messages.
@@ -303,10 +306,10 @@ def fingerprint(storage: Tensor) -> int:
     +1, -1, -1 and +1 ulp in neighboring elements cancel in any function that is linear in word and position.
     """
     flat = storage.detach().reshape(-1)
-    # `cat` pads to whole words and copies to aligned memory, which the view as int64 requires
+    # `cat` pads the tensor to whole 8-byte words and copies it to aligned memory, as the view as int64 requires
     words = torch.cat([flat, flat.new_zeros(-len(flat) % (8 // flat.element_size()))]).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # chunks on CPUs fit in the cache
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # on CPUs, a chunk of this many words fits in the cache
     for start, part in zip(range(1, len(words) + 1, chunk), words.split(chunk), strict=False):
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         total += mix_(places, part).sum()  # sums of int64 numbers wrap around modulo 2**64

@@ -47,7 +47,7 @@ class Bound:
         dtype: Dtype of exchange buffers and batches.
         num_owned: Number of matrices that this rank orthogonalizes.
         moves: True if the bucket needs an exchange with other ranks.
-        choices: How each batch is orthogonalized.
+        choices: For each batch, the method by which its matrices are orthogonalized.
         like_torch: True if weights are updated by torch.optim.Muon's own operations (see `apply_results`).
         own: Tiles of the matrices that this rank orthogonalizes.
         gathered: Tiles that this rank sends to other ranks in the gather.
@@ -96,8 +96,8 @@ class Bound:
         named = listed([f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items])
         return f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)} (ranks {ranks_text(bucket.ranks)}: {named})"
 
-    def buffer(self, splits: Sequence[int]) -> Tensor:  # returns a 1-D tensor
-        """Allocate an uninitialized send buffer. `splits` contains the number of elements for each rank."""
+    def buffer(self, splits: Sequence[int]) -> Tensor:
+        """Allocate an uninitialized 1-D send buffer. `splits` contains the number of elements to send to each rank."""
         return torch.empty(sum(splits), dtype=self.dtype, device=self.device)
 
     def run(
@@ -116,7 +116,8 @@ class Bound:
         """
         program, gathers = self.program, self.program.bucket.gathers
         gather, scatter, relay = program.gather, program.scatter, program.relay
-        # an exchange is removed from this list before the wait, so that its send buffer can be freed
+        # Exchanges in progress. An exchange is removed from the list before the wait, so that its send buffer can be
+        # freed.
         pending: list[Pending] = []
         if gathers:
             send = self.buffer(gather.sent)
@@ -192,7 +193,7 @@ class Buckets:
 
         Args:
             work: This step's tensors.
-            watch: Object that reports non-finite results (see `orthogonalize`).
+            watch: Object that reports matrices that are not finite after the orthogonalization (see `orthogonalize`).
             traffic: Counters of exchanges and matrices, updated in place.
 
         Raises:
@@ -207,7 +208,8 @@ class Buckets:
                     group = group_for(bound.program.bucket.ranks) if bound.moves else None
                     runs[i] = bound.run(work, watch, partial(traffic.start, group))
                     traffic.orthogonalized += bound.num_owned
-                # without the default None, `next` would raise StopIteration once the bucket is finished
+                # The default None prevents `next` from raising StopIteration when the generator of a bucket has
+                # finished.
                 next(runs[i], None)
             except ExchangeError:
                 raise
@@ -218,8 +220,8 @@ class Buckets:
 
 
 def _kept_of(plan: Plan, rank: int, items: Sequence[int]) -> Iterator[KeptSide]:
-    """For each of the variant's stages that has state, yield the locations of this state for the matrices of a
-    batch."""
+    """For each stage of the variant (such as NorMuon) that has state, yield the locations of the state for a batch of
+    matrices."""
     batch = [plan.items[number] for number in items]
     for number in range(len(plan.specs[batch[0].param].kept)):
         tiles = [plan.specs[item.param].kept[number].layout.tiles[item.matrix][rank][0] for item in batch]
@@ -232,10 +234,11 @@ def _results(
     told: KeptSide,
     work: Work,
     batches: Tensor,
-    came: Tensor | None = None,  # 1-D receive buffer of the scatter, needed only if the send buffer is for the relay
-) -> Tensor:  # returns the 1-D send buffer of the scatter or the relay
-    """Make a send buffer that contains the results, and the state of the variant's stages, that this rank sends to
-    other ranks."""
+    # the scatter's 1-D receive buffer, given only when the send buffer for the relay is made
+    came: Tensor | None = None,
+) -> Tensor:
+    """Make the 1-D send buffer of the scatter or the relay. It contains the orthogonalized matrices, and the state of
+    the variant's stages, that this rank sends to other ranks."""
     send = bound.buffer(wire.sent)
     _copy(wire.copies, send, batches, back=True)
     if came is not None:
@@ -246,8 +249,8 @@ def _results(
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor, *, back: bool = False) -> None:
-    """Copy blocks of elements between two buffers: from `here` to `there`, or from `there` to `here` if `back` is
-    True."""
+    """Copy the blocks of elements in `copies` from the buffer `here` to the buffer `there`, or from `there` to `here`
+    if `back` is True."""
     for copy in copies:
         one = here.as_strided(copy.sizes, copy.here.strides, copy.here.start)
         other = there.as_strided(copy.sizes, copy.there.strides, copy.there.start)
@@ -282,12 +285,13 @@ def _orthogonalize(bound: Bound, work: Work, watch: FiniteWatch | None, batches:
             out = _run_after(settings.stages, [side.of(work.kept) for side in sides], out, x.dtype)
         if out is not x:
             x.copy_(out)
-        del fed, out  # free the memory of these tensors before the next batch
+        del fed, out  # free the memory of this batch's tensors before the next batch
 
 
 def _run_before(
     stages: Stages,
-    # (B, rows, cols), in the dtype of exchanges; each matrix starts at a multiple of 64 bytes; may be overwritten
+    # A batch of matrices, of shape (B, rows, cols) and in the dtype in which matrices are exchanged, which may be
+    # overwritten. Each matrix starts at a multiple of 64 bytes.
     x: Tensor,
     products: torch.dtype,  # dtype of the matrix products
 ) -> tuple[Tensor, bool]:
@@ -315,7 +319,7 @@ def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtyp
         stages: Stages of the batch's matrices.
         stored: For each stage of `keeping(stages)`, the state tensor of each matrix, on any device.
         out: Results of the orthogonalization, (B, rows, cols); can be overwritten.
-        dtype: Dtype of exchanges.
+        dtype: Dtype in which matrices are exchanged between ranks.
 
     Returns:
         The scaled results; `out` itself if there are no such stages.
