@@ -293,11 +293,11 @@ def _run_before(
     # A batch of matrices, of shape (B, rows, cols) and in the dtype in which matrices are exchanged, which may be
     # overwritten. Each matrix starts at a multiple of 64 bytes.
     x: Tensor,
-    products: torch.dtype,  # dtype of the matrix products
+    products: torch.dtype,  # dtype of the matrix products in the orthogonalization
 ) -> tuple[Tensor, bool]:
-    """Run the variant's stages that precede the orthogonalization. On a CPU, the stages process one matrix at a time.
-    If the batch has a half-precision dtype and the matrix products have another dtype, the stages change an fp32 copy
-    of the batch.
+    """Run the post-processing stages of the Muon variant that change matrices before the orthogonalization. On a CPU,
+    the stages process one matrix at a time. If the batch has a half-precision dtype and the matrix products have
+    another dtype, the stages change an fp32 copy of the batch.
 
     Returns:
         The input of the orthogonalization, and True if its matrices have norm 1.
@@ -313,7 +313,7 @@ def _run_before(
 
 
 def _run_after(stages: Stages, stored: Sequence[list[Tensor]], out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run the variant's stages that follow the orthogonalization, and update their state.
+    """Run the stages of the Muon variant that follow the orthogonalization (such as NorMuon's), and update their state.
 
     Args:
         stages: Stages of the batch's matrices.

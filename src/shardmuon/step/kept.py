@@ -17,7 +17,9 @@ from torch import Tensor
 
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
-CARRIED = "kept_state"  # key of a saved group; the value is a dict: parameter name or position -> state key -> tensor
+# Key under which a saved parameter group contains stage state, as a nested dict from parameter name or position to
+# state key to tensor.
+CARRIED = "kept_state"
 
 
 def carry(group: MutableMapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -56,7 +58,8 @@ def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[s
 
 
 def check_carried(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter's momentum was loaded without the state of its group's variant."""
+    """Raise ValueError if a parameter's momentum was loaded without the state that the group's Muon variant (such as
+    NorMuon) needs."""
     for stage in keeping(stages_of(group)):
         if state.get(stage.key) is None:
             raise ValueError(

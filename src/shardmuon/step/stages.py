@@ -48,13 +48,13 @@ class WeightSet:
 
     Args:
         plan: The plan.
-        stages: Index of a parameter -> its stages.
+        stages: Dict from the index of each parameter of the set to the stages of the parameter's variant.
         rank: This rank.
         shapes: Shape of this rank's storage of each parameter of the plan.
 
     Attributes:
         ranks: The ranks that share the parameters.
-        text: The ranks and the names of the parameters, for messages.
+        text: The ranks and the names of the parameters, for error messages.
     """
 
     def __init__(self, plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Sequence[Ints]) -> None:
@@ -62,7 +62,7 @@ class WeightSet:
         self._first, self._rank, self._stage = min(stages), rank, _on_weights(next(iter(stages.values())))
         self.ranks = specs[self._first].layout.ranks
         self.text = f"ranks {ranks_text(self.ranks)}: {listed([spec.name for spec in specs.values()])}"
-        self._names = list[str]()  # names of the matrices, for the warning about matrices of zeros
+        self._names = list[str]()  # name of each matrix of the set, for the warning about matrices of zeros
         # `_tiles_at` lists the matrix index of each tile, and `_kept_at` the matrix index of each norm that this rank
         # stores. `_counts` is True for each tile whose squares this rank sums.
         self._tiles_at, self._kept_at, self._counts = list[int](), list[int](), list[bool]()
@@ -89,9 +89,10 @@ class WeightSet:
 
         Args:
             plan: The plan.
-            stages: Index of a parameter -> the stages of its variant, for the parameters to be processed: parameters
-                with new norms before the update, parameters with gradients after the update. All ranks that share a
-                parameter must agree on whether the parameter is processed.
+            stages: Dict from the index of a parameter to the stages of the parameter's variant. Before the update, the
+                dict contains the parameters whose weight norms are still unknown; after the update, it contains the
+                parameters that have gradients. All ranks that share a parameter must agree on whether it is in the
+                dict.
             rank: The rank.
             shapes: Shape of the rank's local storage of each parameter of the plan.
         """
@@ -103,8 +104,9 @@ class WeightSet:
                 found.setdefault(key, {})[param] = of_param
         return [cls(plan, of_set, rank, shapes) for _, of_set in sorted(found.items(), key=lambda one: one[0])]
 
-    def squares(self, work: Work) -> Tensor:  # returns one fp64 number per matrix
-        """Compute this rank's part of the squared norm of each matrix."""
+    def squares(self, work: Work) -> Tensor:
+        """Compute this rank's part of the squared norm of each weight matrix. The result has one fp64 number per
+        matrix."""
         parts: list[list[Tensor]] = [[] for _ in self._names]
         tiles = self._tiles.of(work.weights)
         for at, counts, tile in zip(self._tiles_at, self._counts, tiles, strict=True):
@@ -119,16 +121,17 @@ class WeightSet:
         return torch.stack(norms).square_()
 
     def begin(self, squares: Tensor, work: Work, watch: ZeroWatch) -> None:  # `squares`: one fp64 number per matrix
-        """Store the still unknown norms of weight matrices, and queue a check for matrices of zeros. Called before the
-        update."""
+        """Store the norms of weight matrices whose norms are still unknown, and queue a check for matrices of zeros.
+        Called before the weights are updated."""
         norm, kept = _norms(squares), self._read(work, squares.device)
         self._write(work, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
-        # only the first of the ranks that share the matrices warns about matrices of zeros
+        # Of the ranks that share the weight matrices, only the first rank warns about matrices of zeros.
         if self._rank == self.ranks[0]:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
-        """Multiply each matrix of weights by its factor. Called after the update."""
+        """Multiply each weight matrix by the factor that the variant's stage computes from the matrix's norm. Called
+        after the weights have been updated."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
@@ -141,7 +144,8 @@ class WeightSet:
         foreach("mul_", tiles, [(wide if tile.dtype == torch.float64 else numbers)[at] for tile, at in pairs])
 
     def _read(self, work: Work, device: torch.device) -> Tensor:  # returns shape (number of matrices, 1), fp32
-        """Read the stored norm of each matrix. The result is 0 for norms that this rank does not store."""
+        """Read the norm that the optimizer state stores for each weight matrix. The result is 0 for norms that this
+        rank does not store."""
         found = [torch.zeros(1, dtype=torch.float32, device=device)] * len(self._names)
         for at, number in zip(self._kept_at, self._kept.of(work.kept), strict=True):
             found[at] = number
@@ -161,8 +165,8 @@ def _parts(tile: Tensor) -> list[Tensor]:
     return list(tile.split(max(1, _PART * len(tile) // tile.numel())))
 
 
-def _norms(squares: Tensor) -> Tensor:  # `squares` is fp64
-    """Compute square roots, round them to fp32, and return them as fp64."""
+def _norms(squares: Tensor) -> Tensor:
+    """Compute norms from fp64 squared norms. The norms are rounded to fp32 and returned as fp64."""
     return torch.sqrt(squares, out=torch.empty_like(squares, dtype=torch.float32)).double()
 
 
@@ -174,12 +178,12 @@ def _on_weights(stages: Stages) -> WeightStage:
 
 
 class ZeroWatch(Coming[Sequence[str]]):
-    """Queue of checks for matrices whose norm is 0 when it is first computed. An entry holds the names of some matrices
-    and a mask that is True for matrices of zeros. Each optimizer has one queue."""
+    """Queue of checks that find weight matrices whose norm is 0 when it is first computed. An entry of the queue holds
+    the names of some matrices and a mask that is True for matrices of zeros. Each optimizer has one queue."""
 
     def report(self) -> None:
-        """Warn about matrices of zeros, without waiting for checks whose results have not yet arrived from the
-        device."""
+        """Warn about weight matrices of zeros. Checks whose results have not yet arrived from the device stay in the
+        queue for a later call."""
         found = [name for names, zero in self.arrived() for name, is_zero in zip(names, zero, strict=True) if is_zero]
         if found:
             warnings.warn(
@@ -191,9 +195,10 @@ class ZeroWatch(Coming[Sequence[str]]):
 
 
 def scale_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch | None = None) -> None:
-    """After the update, run the variants' stages on weights, which multiply each matrix of weights by a factor. If
-    `watch` is given, the call precedes the update: it only stores weight norms that are still unknown, and queues a
-    check for matrices of zeros in `watch`. Collective among the ranks that share a parameter of `sets`.
+    """Run those stages of Muon variants (such as Hyperball's) that multiply each weight matrix by a factor. Without
+    `watch`, the function must be called after the weight update. With `watch`, the function must be called before the
+    weight update: it then only stores weight norms that are still unknown, and queues a check for matrices of zeros in
+    `watch`. Collective among the ranks that share a parameter of `sets`.
 
     Raises:
         ExchangeError: A rank that shares these parameters died, hung or failed. The message names the ranks and the

@@ -31,7 +31,8 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Load
 
 _Kind = tuple[object, ...]
-_Stored = Sequence[Sequence[Tensor]]  # for each parameter, the local fp32 state tensors of its variant's stages
+# for each parameter, this rank's fp32 state tensors of the parameter's Muon variant
+_Stored = Sequence[Sequence[Tensor]]
 
 
 @dataclass
@@ -42,9 +43,10 @@ class Work:
         weights, grads, momenta: This rank's local tensor for each parameter.
         settings: Settings of each parameter's group.
         kept: For each parameter, the state tensors of its variant's stages on this rank, in the order of `Spec.kept`.
-        rounding: Index of a parameter -> its random streams, for parameters with stochastic or 8-bit rounding.
-        kinds: For each parameter, its group, dtypes and devices. One list operation (torch._foreach_*) can process
-            tensors of several parameters only if their kinds are equal.
+        rounding: Dict from the index of each parameter with stochastic or 8-bit rounding to the random streams for the
+            rounding.
+        kinds: For each parameter, a tuple of its group, dtypes and devices. One list operation (torch._foreach_*) can
+            process tensors of several parameters only if these tuples are equal.
     """
 
     weights: list[Tensor | None]
@@ -65,13 +67,14 @@ _PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 # (sizes, strides, start) of a view of a buffer. The view contains consecutive tiles that have equal sizes and strides
 # and are equally spaced. Its first dim indexes the tiles.
 _Row = tuple[Ints, Ints, int]
-# Function that takes a list with one entry per tile, and returns the entries of certain tiles.
+# Function that takes a list with one entry per tile of a `Side`, and returns the entries of the tiles in one portion.
 _Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def _dealt(sizes: Sequence[int], kinds: Sequence[object], limit: int) -> list[list[int]]:
-    """Split tiles into portions, and return the indices of the tiles in each portion. The tiles of a portion are of one
-    kind and have at most `limit` elements in total. A tile larger than `limit` forms a separate portion."""
+    """Split tiles into portions that one list operation can process, and return the indices of the tiles in each
+    portion. The tiles of a portion have equal `kinds` and at most `limit` elements in total. A tile larger than `limit`
+    forms a separate portion."""
     found: dict[object, tuple[list[list[int]], int]] = {}
     for at, kind in enumerate(kinds):
         portions, room = found.get(kind, ([], -1))
@@ -116,10 +119,12 @@ class Side:
         # Indices of tiles that are only a part of a local tensor, for which `of` must make a view. All other tiles are
         # whole local tensors.
         self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
-        # For each tile, a cache that maps strides of the local tensor to the offset and strides of the tile.
+        # For each tile, a cache from the strides of the local tensor that contains the tile to the tile's offset and
+        # strides.
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]
         self._rows = _rows(loads)
-        # the parameters' kinds and the limit on elements for which `_dealt` was computed
+        # arguments (kinds of the parameters, largest number of elements) for which the portions in `_dealt` were
+        # computed
         self._dealt_for: tuple[list[_Kind], int] | None = None
         self._dealt: list[tuple[list[int], _Pick]] = []
 
@@ -166,11 +171,12 @@ class Side:
     def update_momentum(
         self,
         work: Work,
-        # For each tile, the tensor that receives the input of the orthogonalization. None if this input is not needed.
+        # For each tile, the tensor to which the input of the orthogonalization is written. None: do not compute this
+        # input.
         targets: Sequence[Tensor] | None,
     ) -> None:
-        """Update the momentum of the tiles. If `targets` is not None, write the input of the orthogonalization to
-        it."""
+        """Update the momentum of all tiles. If `targets` is not None, also write the input of the orthogonalization to
+        `targets`."""
         if not self.loads:
             return
         grads, momenta = self.of(work.grads), self.of(work.momenta)
@@ -203,10 +209,10 @@ class Side:
     def apply_results(
         self,
         work: Work,
-        updates: Sequence[Tensor],  # orthogonalized update of each tile
+        updates: Sequence[Tensor],  # for each tile, a view of its orthogonalized update
         *,
-        # True to use exactly the operations of torch.optim.Muon, unless weights decay cautiously or are rounded
-        # stochastically.
+        # True to update weights with exactly the operations of torch.optim.Muon. Has no effect on parameters with
+        # cautious weight decay or stochastic rounding.
         like_torch: bool,
     ) -> None:
         """Apply weight decay and the orthogonalized updates to the weights of the tiles."""
@@ -232,10 +238,10 @@ class Side:
             apply_(chosen, added, alphas, s.lr, s.weight_decay, s.cautious, rounded)
 
 
-# The result is a view with the row dims of the parameter, followed by one dim of blocks (columns with a common scale).
 def _scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Tensor:
     """Make a view of the scales for the 8-bit momentum of a tile, in the tensor of scales that this rank stores for the
-    parameter. The tile must start at the boundary of a block of elements that share a scale."""
+    parameter. The view has the row dims of the parameter, followed by one dim whose elements are the scales of blocks
+    of columns. The tile must start at the boundary of a block."""
     rows = view.num_row_dims
     first, strides = tile.in_storage(view, (*scales.stride()[:rows], *(0 for _ in view.shape[rows:])))
     column, _ = tile.in_storage(view, (*(0 for _ in view.shape[:rows]), *codes.stride()[rows:]))
@@ -272,21 +278,23 @@ class KeptSide:
         views = [plan.specs[load.param].kept[load.number].layout.view for load in loads]
         self._side = Side([load._replace(param=at) for at, load in enumerate(loads)], views, [()] * len(loads))
 
-    def of(self, stored: _Stored) -> list[Tensor]:  # returns 1-D fp32 tensors
-        """For each matrix, make a view of its stage state (the state of the variant's stages) in this rank's state
-        tensors."""
+    def of(self, stored: _Stored) -> list[Tensor]:
+        """For each matrix, make a 1-D fp32 view of its stage state (the state of the variant's stages) in this rank's
+        state tensors."""
         tiles = self._side.of([stored[load.param][load.number] for load in self._loads])
         return [tile.view(-1) for tile in tiles]
 
     def tell(self, stored: _Stored, wire: Tensor) -> None:
-        """Write the stage state to an exchange buffer, bit for bit."""
+        """Copy stage state (the state of the variant's stages) from this rank's state tensors to an exchange buffer,
+        bit for bit."""
         values = [_as_elements(numbers, wire) for numbers in self.of(stored)]
         pairs = zip(self._loads, values, strict=True)
         foreach_copy_([wire.narrow(0, load.place.start, len(elements)) for load, elements in pairs], values)
 
     def hear(self, wire: Tensor, stored: _Stored) -> None:
         """Copy stage state (the state of the variant's stages) from a receive buffer to this rank's state tensors."""
-        # `cat` copies to new memory first, since parts of the buffer may not be aligned for fp32
+        # `cat` copies a part of the receive buffer to new memory, because the part may not be aligned for a view as
+        # fp32.
         targets = self.of(stored)
         sizes = [-(-len(target) * target.element_size() // wire.element_size()) for target in targets]
         pairs = zip(self._loads, sizes, strict=True)
@@ -295,12 +303,12 @@ class KeptSide:
         foreach_copy_(targets, [one.narrow(0, 0, len(target)) for one, target in zip(numbers, targets, strict=True)])
 
 
-# `numbers` is 1-D fp32; the result is 1-D, in the dtype of `wire`
 def _as_elements(numbers: Tensor, wire: Tensor) -> Tensor:
-    """Reinterpret the bits of fp32 numbers as elements of the dtype of an exchange buffer, padded to whole elements, on
-    the buffer's device."""
+    """Reinterpret the bits of a 1-D fp32 tensor as elements of the dtype of an exchange buffer (`wire`), padded to
+    whole elements. The result is 1-D and on the device of `wire`."""
     padding = -len(numbers) % -(-wire.element_size() // numbers.element_size())
-    # `cat` copies to new memory, since numbers that begin in the middle of a tensor may not be aligned for fp64
+    # `cat` copies the fp32 numbers to new memory, because numbers in the middle of a tensor may not be aligned for a
+    # view as fp64.
     whole = torch.cat([numbers, numbers.new_zeros(padding)])
     return whole.view(wire.dtype).to(wire.device)
 
@@ -311,9 +319,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def momentum_(
-    out: Sequence[Tensor] | None,  # receives the input of the orthogonalization, in one dtype; must not overlap `grads`
-    grads: Sequence[Tensor],  # local views of one dtype, read only
-    buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
+    # Tensors of one dtype, to which the input of the orthogonalization is written. Must not share memory with `grads`.
+    out: Sequence[Tensor] | None,
+    grads: Sequence[Tensor],  # views of the gradients on this rank, all of one dtype; not modified
+    buffers: Sequence[Tensor],  # views of the momentum on this rank, all of one dtype; updated in place
     *,
     momentum: float,
     nesterov: bool,
@@ -370,17 +379,19 @@ def _converted(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.d
 
 
 def apply_(
-    params: Sequence[Tensor],  # local views of one device and dtype, updated in place
-    updates: Sequence[Tensor],  # orthogonalized updates with the shapes of `params`, in the dtype of exchanges
-    alphas: Sequence[float],  # for each view, the learning rate times the scale of the view's matrix
+    params: Sequence[Tensor],  # views of the weights on this rank, all of one device and dtype; updated in place
+    # orthogonalized updates with the shapes of `params`, in the dtype in which matrices are exchanged
+    updates: Sequence[Tensor],
+    alphas: Sequence[float],  # for each view of weights, the learning rate times the lr scale of the matrix
     lr: float,
     weight_decay: float,
     cautious: bool,
-    # For each view, a function that rounds fp32 to half precision. Default: round to nearest.
+    # For each view of weights, a function that rounds fp32 weights to half precision. Default: round to nearest.
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
-    """Update each view W with its orthogonalized update O: W <- (1 - lr * weight_decay) W - alpha * O. If `cautious`,
-    only elements with O * W > 0 decay, because for these elements, the decay has the same direction as the update."""
+    """Apply decay and the orthogonalized update O to each view W of weights: W <- (1 - lr * weight_decay) W - alpha *
+    O. If `cautious`, only elements with O * W > 0 decay, because for these elements, the decay has the same direction
+    as the update."""
     half = params[0].dtype in _HALVES
     factor = 1 - lr * weight_decay
     for stored, given in [(params, updates)] if rounded else _in_cache(params, updates):
@@ -389,7 +400,8 @@ def apply_(
             for w, update in zip(weights, given, strict=True):
                 _decay_agreeing_(w, update * w, factor)
         elif weight_decay:
-            # The factor is a tensor, because CPUs would convert a Python number once for each weight.
+            # The decay factor is a tensor, because list operations on CPUs convert a Python number once for each weight
+            # tensor.
             foreach("mul_", weights, other=torch.tensor(factor, dtype=weights[0].dtype, device="cpu"))
         # `add` on a CPU converts half-precision summands itself. List operations on other devices cannot, so summands
         # are converted first.
@@ -405,21 +417,21 @@ def apply_(
 
 
 def _decay_agreeing_(
-    weight: Tensor,  # one local weight tensor, updated in place
-    agreement: Tensor,  # same shape as `weight`; positive where weight and update have the same sign
+    weight: Tensor,  # view of weights on this rank, updated in place
+    agreement: Tensor,  # tensor of the shape of `weight` that is positive where weight and update have the same sign
     factor: float,
 ) -> None:
     """Multiply elements of `weight` by `factor` where `agreement` is positive. All other elements stay unchanged, even
     where `agreement` is NaN."""
-    # `where(agreement > 0, factor, 1.0)` would be fp32, which is too narrow for fp64 weights
+    # A tensor of factors, `where(agreement > 0, factor, 1.0)`, would be fp32, which is too imprecise for fp64 weights.
     weight.copy_(torch.where(agreement > 0, weight * factor, weight))
 
 
 def _apply_like_torch_(
-    param: Tensor,  # local view, updated in place; its elements have the same order as those of `patch`
-    update: Tensor,  # bf16, with as many elements as `param`
-    lr: float | Tensor,  # if lr is a tensor, it must have one element, in any number of dims
-    scale: float,  # factor on `lr`, computed from the shape of the whole matrix
+    param: Tensor,  # view of a tile's weights, updated in place; its elements have the same order as those of `patch`
+    update: Tensor,  # orthogonalized update in bf16, with as many elements as `param`
+    lr: float | Tensor,  # learning rate; a tensor must have one element
+    scale: float,  # factor by which `lr` is multiplied, computed from the shape of the whole matrix
     patch: Patch,
     shape: tuple[int, int],  # (rows, cols) of the whole matrix
     *,

@@ -33,7 +33,7 @@ from shardmuon.step.binding import Binding, Member
 from shardmuon.step.update import Work
 from shardmuon.variants import KEPT_KEYS, Stages, WeightStage, keeping
 
-_Line = tuple[str, str, str]  # (name of a parameter, state of its gradient, text with its dtypes and options)
+_Line = tuple[str, str, str]  # (name of a parameter, state of its gradient, text that lists its dtypes and options)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -45,8 +45,10 @@ class Proposal(Work):
         states: `GradientState` of each parameter's gradient.
         said: For each parameter, the values that must be equal on all ranks that share it: a phrase for the state of
             its gradient (from `states`), and a string of dtypes and options.
-        made: Index of a parameter -> its complete new state, for parameters whose state must be created or converted.
-        fresh: Index of a parameter -> keys of norms that no step has checked since they were created or loaded.
+        made: Dict from the index of each parameter whose optimizer state must be created or converted to the
+            parameter's complete new state.
+        fresh: Dict from the index of a parameter to the state keys of its weight norms that no step has checked since
+            they were created or loaded.
         adamw: Index of an AdamW group -> its parameters' rows (local tensors). A row is None if the parameter has no
             gradient or no state yet, or if the layout of either differs from the parameter's.
         presence: One bit for each parameter whose gradient can be missing on some ranks (see `Binding.bits`): 1 if this
@@ -73,8 +75,9 @@ class Proposal(Work):
                 self.fresh.pop(number, None)
 
     def digests(self, binding: Binding, due: str) -> dict[Ranks, bytes]:
-        """Compute, for each set of ranks, a digest of the values that must be equal on these ranks in this step. `due`
-        describes the audit of this step; "" if the step is not audited."""
+        """For each set of ranks that must update the same parameters in the same way, compute a digest of the values
+        that must be equal on these ranks in this step. `due` describes the audit of this step; "" if the step is not
+        audited."""
         found = {}
         for ranks, numbers in binding.alike.items():
             if len(ranks) > 1:
@@ -84,8 +87,8 @@ class Proposal(Work):
         return found
 
     def lines(self, binding: Binding, ranks: Ranks, due: str) -> list[_Line]:
-        """Return the values that `digests` summarizes for a set of ranks, as strings: one line for the plan, then one
-        line per parameter."""
+        """Return the values of which `digests` returns the digest for a set of ranks, as lines of text: one line for
+        the plan, then one line per parameter."""
         said = ((binding.members[number].name, *self.said[number]) for number in binding.alike[ranks])
         plan = "", binding.digests.get(ranks, b"").hex(), ""
         return [plan, *((name, word, text + due) for name, word, text in said)]
@@ -102,7 +105,7 @@ class Proposal(Work):
                 f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
                 "ranks; else call optimizer.prepare() on every rank"
             )
-        for said in lines:  # `said` contains one line from each rank, all about the same parameter
+        for said in lines:  # `said` contains the lines of all ranks about one parameter
             (name, *_), gradients = said[0], [gradient for _, gradient, _ in said]
             if len(set(gradients)) > 1:
                 have = {
@@ -165,14 +168,15 @@ def _glance(
     of_group: Settings,
     core: Any,
 ) -> None:
-    """Take the fast path: fill in the proposal for those parameters of a group that have a gradient and no state but
-    momentum. Do nothing if the layout of any of these gradients or momenta differs from the parameter's."""
+    """Take the fast path of `validate`: check those parameters of a group that have a gradient and no state except
+    momentum, all at once, and fill in their entries of the proposal. Do nothing if the layout of any of these gradients
+    or momenta differs from the parameter's."""
     rows, state = [], core.state
     for number in numbers:
         param = members[number].param
         grad, kept = param.grad, state.get(param, _NOTHING)
         if grad is not None and len(kept) == 1:
-            # momentum loaded from a state dict can be an object of any type
+            # The momentum can be an object of any type if it was loaded from a state dict.
             rows.append((number, param, grad, kept.get(BUFFER)))
     seen, *columns = zip(*rows, strict=True) if rows else ((),)
     storages = engine.storages(*columns) if rows else None
@@ -189,8 +193,9 @@ def _glance(
 
 
 def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
-    """Take the slow path: check one parameter, and fill in the proposal for this parameter. Return a string of its
-    dtypes and state, which must be equal on all ranks that share the parameter."""
+    """Take the slow path of `validate`: check the gradient and state of one parameter, and fill in the parameter's
+    entries of the proposal. Return a string of its dtypes and state, which must be equal on all ranks that share the
+    parameter."""
     member, keeper, stages = binding.members[number], core.keeper, found.settings[number].stages
     param, engine, kept = member.param, member.engine, core.state.get(member.param, _NOTHING)
     grad, weight = param.grad, engine.storage(param)
@@ -221,7 +226,8 @@ def _look(found: Proposal, number: int, binding: Binding, core: Any) -> str:
 
 
 def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tensor) -> None:
-    """Create or convert the state that a parameter needs for its group's options, and record it in the proposal."""
+    """Create or convert the optimizer state that a parameter needs with its group's options, and record the new state
+    in the proposal."""
     member, spec, keeper = binding.members[number], binding.plan.specs[number], core.keeper
     param, engine, view = member.param, member.engine, spec.layout.view
     stages, stacked = keeping(found.settings[number].stages), view.num_row_dims == 2
@@ -234,7 +240,8 @@ def _make(found: Proposal, number: int, binding: Binding, core: Any, grad: Tenso
     if not made and keeper.is_kept(kept, found.momenta[number], grad, len(shapes)):
         return
     keeper.check_coded(engine, param, view.num_row_dims, kept)
-    for key in KEPT_KEYS:  # drop the state of other variants, which would be out of date if the group returned to them
+    # Drop the state of other Muon variants, which would be out of date if the group returned to such a variant.
+    for key in KEPT_KEYS:
         if key not in shapes:
             state.pop(key, None)
     found.made[number] = state
@@ -370,8 +377,8 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
 
 
 def _check_gradient_elsewhere(param: Tensor) -> None:
-    """Raise ValueError if `param.grad` is None but another attribute contains a gradient. Without this error, the
-    parameter would silently stay untrained."""
+    """Raise ValueError if a parameter's `grad` is None but another of its attributes contains a gradient. Without this
+    error, the parameter would silently stay untrained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
         ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
@@ -410,7 +417,7 @@ def state_storage(param: Tensor, buffer: object, key: str, engine: Engine, weigh
 
 
 def _unlike(buffer: Tensor, key: str, weight: Tensor) -> ValueError:
-    """Make the error for a state tensor whose layout differs from the parameter's."""
+    """Make the ValueError that `state_storage` raises for a state tensor whose layout differs from the parameter's."""
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
     if is_dtensor(buffer):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
