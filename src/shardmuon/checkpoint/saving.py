@@ -81,7 +81,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
             nothing is written.
         ExchangeError: A step is running, because `save` was called from a signal handler. Raised on this rank only.
     """
-    if optimizer.in_step:  # if a step is running, other ranks are still in its exchanges and cannot vote
+    # If an optimizer step is running, other ranks are still exchanging tensors and cannot vote on saving.
+    if optimizer.in_step:
         optimizer.refuse_torn()
 
     with Refused.made_public():
@@ -154,7 +155,7 @@ def _state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[st
 
 
 def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list[str]]:
-    """List, for each group, the names of its parameters in the model.
+    """For each parameter group of the optimizer, list the names that the group's parameters have in the model.
 
     Raises:
         ValueError: A group has a parameter that is not in the model.
@@ -170,7 +171,7 @@ def _members(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[list
 def _paired(
     mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Match saved groups to the optimizer's groups by the names of their parameters.
+    """Match saved parameter groups to the optimizer's groups by the names of their parameters.
 
     Returns:
         The saved group that matches each of the optimizer's groups, with parameters in the optimizer's order.
@@ -199,12 +200,13 @@ def _room_for(
     checkpoint's dtype.
 
     Args:
-        items: The checkpoint's metadata, as a dict from keys "optimizer.state.<parameter>.<key>" to dtype and size.
+        items: The checkpoint's metadata for optimizer state, as a dict from keys "optimizer.state.<parameter>.<key>" to
+            dtype and size.
         optimizer: The optimizer that will get the state.
         groups: The saved groups, in the optimizer's order.
 
     Returns:
-        Nested dict: parameter name -> state key -> tensor.
+        Nested dict from parameter name to state key to tensor.
     """
     room = dict[str, dict[str, Tensor]]()
     for index, pair in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -245,7 +247,8 @@ def _take_over(
     except BaseException as wrong:
         optimizer.state, optimizer.param_groups, broken = before
         remedy = "Load a checkpoint into model and optimizer on all ranks"
-        # `broken` makes every step raise an error. It is reset below if the old weights can be restored.
+        # Setting `broken` makes every optimizer step raise an error. The attribute is reset below if the old weights
+        # can be restored.
         optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {remedy}"
         run_together(lambda: set_weights(old) if old else None)
         optimizer.broken = broken
@@ -267,7 +270,7 @@ class _Shard(torch.Tensor):
     torch.distributed.checkpoint for tensors of other libraries.
     """
 
-    # offset of a rectangular block in the global tensor -> view of the block in local storage
+    # dict from the offset of each rectangular block in the global tensor to a view of the block in local storage
     _views: dict[torch.Size, Tensor]
 
     @staticmethod
@@ -299,8 +302,8 @@ class _Shard(torch.Tensor):
 
 
 def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Table:
-    """Find the layouts of those parameters of the optimizer that are shards stored as plain tensors. Collective over
-    all ranks.
+    """Find the layouts of all parameters of the optimizer that are shards but have the type of plain tensors, as in
+    tensor parallelism. Collective over all ranks.
 
     Raises:
         Refused: Shards do not fit together, some rank's shards are unusable, or a shard is in no group of the
@@ -315,8 +318,8 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 shown = name or given
                 with about(shown):
                     is_cut = engine_for(param, group).plain_shards
-                # List the shard with use_muon=True, because engines then reject layouts that cannot be divided into
-                # rows and columns.
+                # The shard is listed with use_muon=True, because engines (storage adapters) then reject layouts that
+                # cannot be divided into rows and columns.
                 if is_cut:
                     listed.append(Listed(shown, name, param, {**group, "use_muon": True}, None))
         for param in model.parameters():
@@ -327,7 +330,8 @@ def _describe_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tabl
                 )
     table = bind(listed, beyond=(everyone,), before=everyone, fault=fault)
 
-    # Record the global shape of each parameter, because a tensor-parallel shard does not show it.
+    # Store the global shape of each parameter as an attribute, because the shape of a tensor-parallel shard does not
+    # reveal the global shape.
     def remember() -> None:
         for one, layout in zip(table.params, table.layouts, strict=True):
             engine_for(one.param, one.group).remember(one.param, layout.view.shape)
@@ -343,7 +347,7 @@ def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[s
     step count of an arbitrary rank, which could be the outdated count of this rank.
 
     Args:
-        state: Parameter name -> state.
+        state: Dict from parameter name to the parameter's optimizer state.
         table: Layouts of all shards that are plain tensors.
     """
     for one, layout in zip(table.params, table.layouts, strict=True):
@@ -355,7 +359,7 @@ def _counted(state: dict[str, dict[str, Any]], table: Table) -> dict[str, dict[s
 def _as_global(
     weights: Mapping[str, Any],  # parameter name -> weights
     state: Mapping[str, Mapping[str, Any]],  # parameter name -> state key -> value
-    table: Table,  # layouts of all shards that are plain tensors
+    table: Table,  # layouts of all parameters whose shards are plain tensors
 ) -> dict[str, Any]:
     """In weights and state, replace every shard that is a plain tensor with a `_Shard`, which records its position in
     the whole tensor ([Note: plain shards]).
@@ -365,7 +369,8 @@ def _as_global(
     """
     weights, kept = dict(weights), {name: dict(entry) for name, entry in state.items()}
     for one, layout in zip(table.params, table.layouts, strict=True):
-        # FSDP1 has already converted the weights of its own shards
+        # Weights of FSDP1's shards stay as they are, because FSDP1 has already converted them to types that can be
+        # saved.
         if not isinstance(engine_of(one.param), FlatEngine):
             weights[one.identity] = _Shard(weights[one.identity], layout)
         of_one = kept.get(one.identity, {})
@@ -437,7 +442,8 @@ class _Reader(FileSystemReader):
         Raises:
             ValueError: The metadata names a type or function that no checkpoint needs.
         """
-        # torch.distributed.checkpoint writes one metadata file for all ranks, or one per rank.
+        # Check all metadata files, because torch.distributed.checkpoint writes either one for all ranks or one per
+        # rank.
         for file in sorted(Path(self.path).glob("*.metadata")):
             try:
                 with file.open("rb") as stream:
@@ -452,7 +458,8 @@ class _Planner(DefaultLoadPlanner):
     before torch.distributed.checkpoint unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value as torch.distributed.checkpoint does, but first check that unpickling runs no code.
+        """Load a value that is not a tensor as torch.distributed.checkpoint does, but first check that unpickling runs
+        no code.
 
         Raises:
             ValueError: The value contains types that `torch.load(weights_only=True)` rejects.

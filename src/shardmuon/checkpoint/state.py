@@ -45,7 +45,8 @@ _NOT_CONVERTED = (
 
 
 def _kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the state that a group's variant (such as NorMuon) stores for each matrix."""
+    """Return the keys of the state tensors that the variant of a parameter group (such as NorMuon) stores for each
+    parameter."""
     return tuple(stage.key for stage in keeping(stages_of(group))) if group["use_muon"] else ()
 
 
@@ -75,18 +76,18 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
 
 
 def read_state(
-    groups: Sequence[Mapping[str, Any]],  # the optimizer's groups; not modified
+    groups: Sequence[Mapping[str, Any]],  # parameter groups of the optimizer that loads the state dict; not modified
     saved: Mapping[str, Any],  # result of `Optimizer.state_dict`, which identifies parameters by number or by name
     keeper: Keeper,
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Check a state dict and convert it for an optimizer.
 
     Returns:
-        Parameter -> state, in the optimizer's dtypes and on its devices, and the new groups. As in torch, tensors whose
-        dtype and device do not change are shared with `saved`.
+        A dict from parameter to state, in the optimizer's dtypes and on its devices, and the new parameter groups. As
+        in torch, tensors whose dtype and device do not change are shared with `saved`.
 
     Raises:
-        ValueError: The state dict does not fit the optimizer.
+        ValueError: The parameters, options or state in the state dict do not fit the optimizer.
     """
     entries, theirs = _parts_of(saved)
     if len(theirs) != len(groups):
@@ -107,7 +108,7 @@ def read_state(
             unsaved = found is None and bool(entries) and p.requires_grad
             if unsaved and not UnitPlace.is_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
-            # a variant's state exists on every rank, even for an empty shard
+            # A rank with an empty FSDP1 shard, for which no momentum is saved, still has the state of the variant.
             elif found or (unsaved and _kept_keys(group)):
                 with about(name):
                     state[p] = _read_param(p, found or {}, group, their_group, keeper)
@@ -121,9 +122,8 @@ def read_state(
 
 
 def _parts_of(saved: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """Split an optimizer's state dict into the state of parameters (parameter key -> state) and the parameter groups.
-    The returned state includes the state of post-processing stages (such as NorMuon's second moments) that the saved
-    groups contain.
+    """Split an optimizer's state dict into a dict from parameter key to state, and the parameter groups. The returned
+    state includes the state of post-processing stages (such as NorMuon's second moments) that the saved groups contain.
 
     Raises:
         ValueError: `saved` is not an optimizer's state dict.
@@ -175,9 +175,10 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
         )
     for key in ELSEWHERE.keys() & theirs.keys():
         raise ValueError(f"{where}the state dict has {key}={theirs[key]!r}, but {key} {ELSEWHERE[key]}")
-    kept = {"params", CARRIED, *PLACE_OPTIONS}  # a process group cannot be copied
+    # keys of a saved group that are not copied to the optimizer's group, for example the options with process groups
+    kept = {"params", CARRIED, *PLACE_OPTIONS}
     if "use_muon" not in theirs and "ns_coefficients" in theirs:
-        kept.add("eps")  # torch.optim.Muon's eps must not replace the eps of AdamW
+        kept.add("eps")  # an AdamW group keeps its own eps, because the eps of torch.optim.Muon has another meaning
     group = loaded_over(mine, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
     check_hyperparameters(where, group)
     if group["use_muon"]:
@@ -193,7 +194,7 @@ def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any])
     State is assigned to parameters by position, so without this check, the state of two parameters of equal shape could
     be swapped unnoticed.
     """
-    # Ignore the parts of names that torch.compile, FSDP1, activation checkpointing and DDP add.
+    # Parameter names are compared without the parts that torch.compile, FSDP1, activation checkpointing and DDP add.
     added = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
     pairs = zip(mine.get("param_names") or (), theirs.get("param_names") or (), strict=False)
     for position, names in enumerate(pairs):
@@ -272,7 +273,7 @@ def _check_keys(p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping
 
 def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.device) -> Tensor:
     """Check one value of a parameter's state, and convert it to the optimizer's dtype and device."""
-    if key == STEP:  # the step count is an fp32 tensor, as in torch's AdamW
+    if key == STEP:  # like torch's AdamW, the optimizer stores the step count as an fp32 tensor
         count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if type(count) not in (int, float) or not 0 <= count < math.inf or count != int(count):
             raise ValueError(f"its step in the checkpoint is {value!r}, not a whole number of at least 0")
@@ -283,6 +284,6 @@ def _read_value(p: Tensor, key: str, value: Any, keeper: Keeper, device: torch.d
     if not is_coded and (not isinstance(value, Tensor) or not value.is_floating_point()):
         found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"its {key} in the checkpoint is {found}, not a floating-point tensor")
-    # `state_storage` raises ValueError if shape or placement differs
+    # `state_storage` raises ValueError if the shape or placement of the saved tensor differs from the parameter's
     state_storage(p, value, key, engine_of(p), engine_of(p).storage(p))
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)

@@ -1,2 +1,2 @@
-"""Communication between ranks: process groups, exchanges of tensors and short messages, discovery of connected ranks,
-and votes in which ranks report errors."""
+"""Communication between ranks: creating process groups, exchanging tensors and short messages, finding all ranks that
+are connected by shared parameters, and voting on whether all ranks can make a collective call."""

@@ -33,7 +33,7 @@ from shardmuon.errors import ExchangeError, ranks_text
 
 _T = TypeVar("_T")
 
-Ranks = tuple[int, ...]  # global ranks, ascending unless stated otherwise
+Ranks = tuple[int, ...]  # a set of global ranks, in ascending order unless a text states another order
 
 
 @dataclass
@@ -44,11 +44,12 @@ class _Made:
     Attributes:
         token: Random bytes that distinguish this default group from all other default groups, including those of other
             processes.
-        groups: Ranks -> number of process groups created over these ranks, and a weak reference to the group in use.
-            Only torch has a strong reference. A second strong reference would let the group's communicator outlive
-            destroy_process_group(). Such a communicator is torn down when the interpreter exits, and its threads then
-            abort the process (seen with gloo).
-        lanes: Ranks -> the latest lane of these ranks, open or closed. A lane holds no reference to the default group.
+        groups: Dict from a set of ranks to the number of process groups that were created over these ranks, and a weak
+            reference to the group in use. Only torch has a strong reference. A second strong reference would let the
+            group's communicator outlive destroy_process_group(). Such a communicator is torn down when the interpreter
+            exits, and its threads then abort the process (seen with gloo).
+        lanes: Dict from a set of ranks to the latest lane of these ranks, which can be open or closed. A lane holds no
+            reference to the default group.
     """
 
     token: bytes = field(default_factory=partial(os.urandom, 16))
@@ -56,12 +57,13 @@ class _Made:
     lanes: dict[Ranks, Lane] = field(default_factory=dict)
 
 
-_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()  # the keys are default process groups
+# dict from each default process group to the process groups and lanes that were created under it
+_MADE: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
 
 def made_under(world: Any) -> _Made:
-    """Return the process groups and lanes that were created under a default process group, with the token of this
-    default group."""
+    """Return the process groups and lanes (channels for short messages) that were created under a default process
+    group, with the token that identifies the default group."""
     return _MADE.setdefault(world, _Made())
 
 
@@ -91,8 +93,8 @@ class GroupRef:
 
     @classmethod
     def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
-        """Make a reference from a process group or a sequence of global ranks. Existing references and None are
-        returned as they are.
+        """Make a `GroupRef` from a process group or a sequence of global ranks. If the argument is a `GroupRef`
+        already, or None, it is returned.
 
         Args:
             value: A process group, a tuple or list of global ranks, a reference, or None.
@@ -104,7 +106,8 @@ class GroupRef:
         if value is None or (isinstance(value, GroupRef) and default_group() is None):
             return value
         if isinstance(value, GroupRef):
-            found = value  # an unpickled reference can come from a job with fewer ranks
+            # The reference is checked below, because an unpickled one can come from a job with fewer ranks.
+            found = value
         elif isinstance(value, (tuple, list)):
             found = cls(tuple(value))
             if not all(isinstance(rank, int) for rank in value) or len(set(value)) < len(value):
@@ -122,7 +125,7 @@ class GroupRef:
         return found
 
     def live(self) -> Any:
-        """Return the process group, or None if the reference was made from ranks only.
+        """Return the process group to which this reference refers, or None if the reference was made from ranks only.
 
         Raises:
             RuntimeError: The group has been destroyed.
@@ -164,12 +167,12 @@ def group_for(ranks: Ranks, hint: Any = None) -> Any:
     made = made_under(world)
     number, ref = made.groups.get(ranks, (0, lambda: None))
     kept = ref()
-    if kept is not None and is_alive(kept):  # a group that has been destroyed can still be referenced
+    if kept is not None and is_alive(kept):  # a process group can be referenced even after it has been destroyed
         # The cached group takes precedence over `hint`, because ranks that rebuild a plan can have different hints.
         return kept
     group = next((one for one in (world, hint) if one is not None and group_ranks(one) == ranks), None)
     if group is None:
-        number += 1  # creating a group is collective, so all of its ranks count it and agree on the number
+        number += 1  # `number` is equal on all ranks of the group, because all of them take part in creating each group
         group = new_group_among(ranks, number, hint)
     made.groups[ranks] = number, weakref.ref(group)
     return group
@@ -220,7 +223,7 @@ class Traffic:
     norms_sent: int = 0
 
     def start(self, group: Any, send: Tensor, send_splits: tuple[int, ...], recv_splits: tuple[int, ...]) -> Pending:
-        """Start one packed all-to-all, and count it.
+        """Start an all-to-all that sends one packed buffer, and add it to the counters.
 
         Args:
             group: Process group of the ranks that take part.
@@ -235,7 +238,7 @@ class Traffic:
         return Pending(work, came, send)
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return how much each counter has increased since `earlier`, a copy of these counters, was made."""
+        """Return how much each counter has increased since `earlier`, an earlier copy of the counters, was made."""
         return Traffic(*map(sub, astuple(self), astuple(earlier)))
 
 
@@ -282,7 +285,7 @@ class Lane:
 
     Attributes:
         ranks: Global ranks, ascending.
-        me: Index of this rank in `ranks`.
+        me: Position of this rank in `ranks`.
         number: Sequence number among the lanes of these ranks, equal on all of the ranks. The number makes the lane's
             key prefix in torch's store unique.
         LARGEST: Size of the receive buffer in bytes. The size is fixed, so that receivers need not know the size of a
@@ -296,7 +299,8 @@ class Lane:
             raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
         self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
         self._hops = _hops_of(self.me, len(ranks))
-        # The timeout is 30 minutes if the backends of the default group do not expose one.
+        # The timeout for messages is that of the default process group, or 30 minutes if the group's backends do not
+        # expose a timeout.
         self._limit = timeout_of(world) or timedelta(minutes=30)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -353,13 +357,14 @@ class Lane:
                     pending.append(self._group.recv([found], member, 7))
                 self._wait(pending, deadline)
             except RuntimeError as error:
-                # The error's traceback keeps this list alive. The list is emptied, because handles in it would keep
-                # connections open.
+                # The error's traceback keeps the list `pending` alive. The list is emptied, because the handles in it
+                # would keep connections open.
                 pending.clear()
                 late = f"rank {self.ranks[member]}" + (", or one that it waits for," if len(self.ranks) > 2 else "")
                 raise self._failed(what, late, error) from error
             if kind != "send":
-                heard = pickle.loads(found.numpy().data)  # `pickle.loads` ignores the bytes after the message
+                # `pickle.loads` ignores the unused bytes of the receive buffer after the message
+                heard = pickle.loads(found.numpy().data)
                 message = heard if kind == "take" else merged(message, heard)
         return message
 
@@ -389,8 +394,8 @@ class Lane:
         return [pickle.loads(row.numpy().data) for row in rows]
 
     def _wait(self, pending: list[Any], deadline: float) -> None:
-        """Wait for all pending operations, and drop each handle only after its wait. If a handle is dropped earlier,
-        gloo abandons the message."""
+        """Wait for all pending send and receive operations of the lane (message channel). Each operation's handle is
+        dropped only after the wait, because gloo abandons a message whose handle is dropped earlier."""
         while pending:
             pending.pop(0).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
@@ -402,16 +407,17 @@ class Lane:
         )
 
     def close(self) -> None:
-        """Close all connections, so that ranks that are waiting for this rank fail at once. The next call of
-        `Lane.over` makes a new lane."""
+        """Close all connections of the lane (message channel), so that ranks that are waiting for this rank fail at
+        once. The next call of `Lane.over` for the same ranks makes a new lane."""
         self._group = None
 
 
 def _name_of(ranks: Ranks, number: int) -> str:
-    """Return the key prefix of a lane in torch's store. The prefix contains a hash of the ranks instead of the ranks,
-    because the store limits keys to 8 KiB, which is too short for a list of 2,000 ranks."""
+    """Return the prefix of the keys that a lane (message channel) uses in torch's store. The prefix contains a hash of
+    the ranks instead of the ranks, because the store limits keys to 8 KiB, which is too short for a list of 2,000
+    ranks."""
     return f"shardmuon lane {hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()} {number}"
 
 
-def _bytes_of(data: bytes) -> Tensor:  # returns a 1-D uint8 tensor
+def _bytes_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -55,7 +55,7 @@ from shardmuon.errors import Refused, fault_text, ranks_text
 _T = TypeVar("_T")
 _VERSION = 1
 _MODULUS = 1 << 128
-# Largest number of presence bits in a message. 256 bytes are left for the other fields.
+# Largest number of presence bits in the message of a vote. In the message, 256 bytes remain for the other fields.
 MOST_BITS = 8 * (Lane.LARGEST - 256)
 
 
@@ -74,7 +74,7 @@ class Fault:
     cause: BaseException | None = None
 
     def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
-        """Record an error unless an earlier error is recorded.
+        """Record an error of this rank, unless an earlier error is already recorded.
 
         Args:
             text: Error message; None records nothing.
@@ -90,7 +90,7 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # several ranks raise the same `Refused`, so its message gets no prefix that names this rank
+        # The message of a `Refused` gets no prefix with this rank, because all ranks raise the same `Refused`.
         if isinstance(error, Refused):
             self.add(str(error), error.cause, own=False)
         elif error is not None:
@@ -102,9 +102,10 @@ class Fault:
         Collective over the component.
 
         Args:
-            component: All ranks that make this call.
-            phase: The operation that follows.
-            asked: This rank's value, to be merged with the values of the other ranks.
+            component: The connected ranks, all of which must call this method.
+            phase: The operation that the caller continues with if no rank has an error.
+            asked: This rank's answer to a question of the caller, which is merged with the answers of the other ranks
+                by "or".
 
         Returns:
             True if `asked` is True on any rank.
@@ -117,13 +118,14 @@ class Fault:
         flags = Flag.NONE if self.text is None else Flag.FAULT
         verdict = vote(Ballot(phase, flags, presence=int(asked)), component)
         if verdict.flags or verdict.phase != phase:
-            gather({}, component, self)  # after a failed vote, all ranks call `gather`, whatever they voted on
+            # after a failed vote, every rank calls `gather`, whatever operation it voted on
+            gather({}, component, self)
             raise _other_call(component, verdict)
         return bool(verdict.presence)
 
 
 class Phase(IntFlag):
-    """Operation that a rank votes on. The phase of a verdict merges the phases of all ranks by bitwise "or"."""
+    """Operation on which a rank votes. The verdict of a vote contains the bitwise "or" of the phases of all ranks."""
 
     DISCOVER = 1
     STEP = 4
@@ -138,7 +140,7 @@ class Flag(IntFlag):
     Attributes:
         FAULT: The rank has an error and cannot proceed.
         STALE: The rank's cached binding (`Agreed`) is missing or does not match the rank's parameters.
-        AUDIT: The rank requests an audit of this step.
+        AUDIT: The rank requests that this optimizer step be audited.
         UNLIKE: The digests of some set of ranks differ. Only a verdict can have this flag.
         BEYOND: The rank belongs to a set that has ranks outside this vote, so this vote does not cover the component.
     """
@@ -157,7 +159,8 @@ class Ballot(NamedTuple):
     Attributes:
         phase: The operation on which the rank votes.
         flags: Conditions on this rank.
-        digests: Set of ranks -> digest of the data that must be equal on these ranks, for each set of this rank.
+        digests: Dict from each set of ranks to which this rank belongs to a digest of the data that must be equal on
+            the ranks of the set.
         presence: Bits for facts that only some ranks know, such as "has this gradient". A verdict merges the bits of
             all ranks by "or".
     """
@@ -168,7 +171,7 @@ class Ballot(NamedTuple):
     presence: int = 0
 
 
-_Message = tuple[int, int, int, int]  # (phase, flags, sum of digests, presence bits)
+_Message = tuple[int, int, int, int]  # message of a rank in a vote: (phase, flags, sum of digests, presence bits)
 
 
 def vote(ballot: Ballot, component: Ranks) -> Ballot:
@@ -199,8 +202,8 @@ def digest_of(value: object) -> bytes:
 
 
 def _told_by(everyone: Iterable[str | None]) -> list[str]:
-    """Merge the error messages of all ranks. Each distinct message appears once, preceded by the ranks that reported
-    it, as in "ranks 0-7: out of memory"."""
+    """Merge the error messages of all ranks into one text. Each distinct message appears once, preceded by the ranks
+    that reported it, as in "ranks 0-7: out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:
@@ -266,7 +269,7 @@ class _Entry(NamedTuple):
     """Data of one rank, sent to all connected ranks (its component) during discovery.
 
     Attributes:
-        sets: The sets of ranks that the rank belongs to.
+        sets: The sets of ranks to which the rank belongs.
         fault: The rank's error message, or None.
         facts: Picklable data for all other ranks.
     """
@@ -300,7 +303,7 @@ def discover(sets: tuple[Ranks, ...], facts: _T, fault: Fault, before: Ranks | N
         everyone = Lane.over(before).share(pickle.dumps(known[my_rank()]), "comparing groups")
         _refuse(dict(zip(before, everyone, strict=True)), fault)
     num_done = 0
-    while num_done < _num_rounds(known):  # all connected ranks stop after the same round
+    while num_done < _num_rounds(known):  # all connected ranks compute the same final round and stop after it
         for ranks in in_order(sets):
             for heard in Lane.over(ranks).share(pickle.dumps(known), "finding out who belongs together"):
                 known.update(heard)
@@ -330,7 +333,8 @@ def _num_rounds(known: Mapping[int, _Entry]) -> float:
 
 
 def _refuse(known: Mapping[int, _Entry], fault: Fault) -> None:
-    """Raise Refused if an entry has an error, or if only some of a set's ranks list the set."""
+    """Raise Refused if the entry of any rank contains an error, or if only some ranks of a set list the set in their
+    entries."""
     said = _told_by(known[rank].fault for rank in sorted(known))
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
@@ -348,8 +352,8 @@ def _refuse(known: Mapping[int, _Entry], fault: Fault) -> None:
 
 
 def current_world() -> bytes | None:
-    """Return the token of the default process group, or None if there is no default process group. Global ranks that
-    were recorded under two different tokens cannot be compared."""
+    """Return the token (random bytes) that identifies the current default process group, or None if there is none.
+    Global ranks that were recorded under different tokens cannot be compared."""
     world = default_group()
     return None if world is None else made_under(world).token
 
@@ -360,8 +364,8 @@ class Agreed:
     Attributes:
         component: All ranks that vote together.
         token: Bytes that identify the binding, equal on all ranks of the component.
-        sets: Set of ranks that share parameters -> indices of these parameters, small sets first. Sets of one rank are
-            omitted.
+        sets: Dict from each set of ranks that share parameters to the indices of these parameters, small sets first.
+            Sets of one rank are omitted.
         world: Token of the default process group when the binding was made. The binding is invalid under any other
             default process group.
     """
@@ -382,7 +386,7 @@ class Call(ABC, Generic[_K]):
     they are called inside a `Fault`, which records exceptions.
 
     Attributes:
-        phase: The operation to vote on.
+        phase: The operation on which the ranks vote, such as a step.
         renews: True to rebuild the cached bindings if ranks have different ones; False to raise an error.
         doing: Verb for error messages, such as "clip".
         rule: Sentence for error messages that states what must be equal on all ranks of a set.
@@ -400,17 +404,18 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def is_current(self, kept: _K) -> bool:
-        """Return True if the cached binding `kept` matches the current parameters, layouts and options."""
+        """Return True if the cached binding `kept` (data that ranks have built together) matches the current
+        parameters, layouts and options."""
 
     def before(self) -> Ranks | None:
         """Return the ranks that took part in this rank's last vote, or None if this rank has not yet voted under the
-        current default process group. Called on a rank without a cached binding."""
+        current default process group. The method is called only on a rank without a cached binding."""
         return None
 
     @abstractmethod
     def sets(self, fault: Fault) -> list[Ranks]:
-        """Return the sets of ranks in which other ranks may be waiting for this rank. If a set cannot be determined,
-        record the reason in `fault`."""
+        """Return all sets of ranks that share parameters or a process group with this rank, because the other ranks of
+        these sets may be waiting for this rank's vote. If a set cannot be determined, record the reason in `fault`."""
 
     @abstractmethod
     def renew(self, before: Ranks | None, fault: Fault) -> _K:
@@ -428,8 +433,8 @@ class Call(ABC, Generic[_K]):
 
     @abstractmethod
     def lines(self, kept: _K, ranks: Ranks) -> list[Any]:
-        """Return a list of the inputs from which the digest of a set of ranks is computed. If digests differ, an error
-        message shows the first inputs that differ."""
+        """Return a list of the call's inputs that must be equal on a set of ranks, and of which `read` computes the
+        digest. If digests differ, an error message shows the first inputs that differ."""
 
     def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
         """Format an error message about the first difference between the ranks of a set.
@@ -448,7 +453,8 @@ class Call(ABC, Generic[_K]):
         )
 
     def agree(self, fault: Fault, fresh: _K | None = None) -> tuple[_K, Ballot]:
-        """Vote until all ranks of the component can proceed, rebuilding stale bindings. Collective over the component.
+        """Vote until all ranks of the component (all connected ranks) can make the call. If a rank has a stale binding,
+        all ranks rebuild the binding and vote again. Collective over the component.
 
         Args:
             fault: Record of this rank's error, if this rank already has one.
@@ -464,7 +470,7 @@ class Call(ABC, Generic[_K]):
         """
         while True:
             kept, ballot, flags = fresh, Ballot(self.phase), Flag.NONE
-            with fault:  # this rank must vote even after an error, because the other ranks wait for its vote
+            with fault:  # errors are recorded in `fault`, because this rank must vote even after an error
                 if kept is None:
                     last = self.known()
                     kept = last if last is not None and last.world == current_world() else None
@@ -489,7 +495,8 @@ class Call(ABC, Generic[_K]):
         """Rebuild the binding (data that ranks build together), starting on a rank without a cached binding. Collective
         over the component: ranks with a cached binding learn of the rebuild in their next vote ([Note: who votes])."""
         sets, component = list[Ranks](), None
-        for _ in range(2):  # two tries, because an interrupt can end the first while other ranks wait for this rank
+        # Try twice to find the sets of ranks that wait for this rank, because an interrupt can end the first try.
+        for _ in range(2):
             with fault:
                 before = self.before()
                 sets = in_order(self.sets(fault) if before is None else [before])
@@ -502,7 +509,8 @@ class Call(ABC, Generic[_K]):
         return self.renew(component, fault)
 
     def _refuse_unless_stale(self, kept: _K, digests: Mapping[Ranks, bytes], fault: Fault, verdict: Ballot) -> None:
-        """Find out why the vote failed, and raise Refused on every rank. Collective over the component.
+        """Find out why a vote failed, and raise Refused with the reason on every rank. Collective over the component
+        (all connected ranks).
 
         If ranks have different cached bindings and `renews` is True, return on every rank instead, so that the caller
         rebuilds the bindings.
@@ -523,10 +531,12 @@ def refuse_unlike(
     text: Callable[[Ranks, list[Any]], str],
     fault: Fault,
 ) -> None:
-    """Raise Refused on every rank if ranks of a set have different digests. Collective over the component.
+    """Raise Refused on every rank if the ranks of some set have different digests of the data that must be equal on
+    them. Collective over the component (all connected ranks).
 
     Args:
-        everyone: Rank -> set -> digest, for all ranks of the component.
+        everyone: For each rank of the component, a dict from the sets of ranks to which the rank belongs to the rank's
+            digest for the set.
         lines: Function that returns a list of this rank's inputs to the digest of a set of ranks.
         text: Function that makes an error message from a set and the list of inputs of each rank of the set.
         fault: Record of this rank's error, if this rank has one.

@@ -130,8 +130,8 @@ class WeightSet:
             watch.send(self._names, (kept[:, 0] == 0).logical_and_(norm == 0))
 
     def finish(self, squares: Tensor, work: Work) -> None:  # `squares`: one fp64 number per matrix
-        """Multiply each weight matrix by the factor that the variant's stage computes from the matrix's norm. Called
-        after the weights have been updated."""
+        """Multiply each weight matrix by the factor that the variant's stage computes from the matrix's new norm and
+        its stored norm. Called after the weights have been updated."""
         kept = self._read(work, squares.device)
         factor = self._stage.factor(_norms(squares), kept)
         self._write(work, kept)
